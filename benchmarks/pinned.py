@@ -30,7 +30,7 @@ from benchmarks.table import Row, main
 from paraplan.capture import capture
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.jobs.measuring.measure_links import measure_links
-from paraplan.jobs.measuring.profile_ops import profile_program
+from paraplan.jobs.measuring.profile_ops import CpuShare, profile_program
 from paraplan.jobs.models import hf_batch
 from paraplan.runtime.transport.launch import spawn_local
 
@@ -57,7 +57,7 @@ def measured(path: Path) -> ClusterSpec:
     for again in (False, True):
         for microbatches in MICROBATCHES:
             program = capture(model.model, hf_batch(model.model, BATCH // microbatches, SEQ))
-            profile_program(program, path, ways=2, processes=2, again=again)
+            profile_program(program, path, ways=2, cpu=CpuShare(processes=2), again=again)
     return measure_links(2, 16 << 20, path).cluster
 
 

@@ -163,9 +163,14 @@ class Plan:
         )
 
     def check(
-        self, model: nn.Module, batches: Sequence[Mapping[str, Any]], *, loss_fn: Callable[..., Any] | None = None,
-        loss: str | Sequence[str] | Mapping[str, float] | None = None, seed: int = 0,
-    ) -> str:  # fmt: skip
+        self,
+        model: nn.Module,
+        batches: Sequence[Mapping[str, Any]],
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        loss: str | Sequence[str] | Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> str:
         """Take a step for every batch with all ranks in this process, on CPU, and hold each against the eager model.
 
         What is compared: loss, every gradient, every parameter after the plan's optimizer, every buffer, against the
@@ -210,9 +215,14 @@ class Buckets:
 
     @classmethod
     def compile(
-        cls, model: nn.Module, cluster: ClusterSpec | str, buckets: Sequence[Mapping[str, Any]], *,
-        constraints: Constraints | None = None, **options: Unpack[CompileOptions],
-    ) -> Buckets:  # fmt: skip
+        cls,
+        model: nn.Module,
+        cluster: ClusterSpec | str,
+        buckets: Sequence[Mapping[str, Any]],
+        *,
+        constraints: Constraints | None = None,
+        **options: Unpack[CompileOptions],
+    ) -> Buckets:
         """Plan every bucket; the first one decides the mesh and where parameters live.
 
         Args:
@@ -252,9 +262,12 @@ class Buckets:
 
 @takes_options(CompileOptions, JobOptions, Constraints)
 def compile(
-    model: nn.Module, cluster: ClusterSpec | str, *, constraints: Constraints | None = None,
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    *,
+    constraints: Constraints | None = None,
     **options: Unpack[CompileOptions],
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Plan how a model trains on a cluster.
 
     Args:
@@ -305,10 +318,15 @@ def _captured(model: nn.Module, asked: JobOptions, apart: int) -> tuple[Program,
     given = asked.example_inputs
     inputs = given if given is not None else _part("hf_batch")(model, asked.batch, asked.seq)
     program, reads = _part("capture_with_reads")(
-        model, dict(inputs) if isinstance(inputs, Mapping) else inputs, loss_fn=asked.loss_fn,
-        precision=asked.precision, loss=asked.loss, batch_dims=asked.batch_dims, dynamic=asked.dynamic,
+        model,
+        dict(inputs) if isinstance(inputs, Mapping) else inputs,
+        loss_fn=asked.loss_fn,
+        precision=asked.precision,
+        loss=asked.loss,
+        batch_dims=asked.batch_dims,
+        dynamic=asked.dynamic,
         per_microbatch=apart,
-    )  # fmt: skip
+    )
     made_here = given is None and asked.loss_fn is None and asked.loss is None
     return program, reads, _part("model_ref")(model, program, made_here=made_here)
 

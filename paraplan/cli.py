@@ -29,9 +29,12 @@ from paraplan.terminal.model_settings import parse_settings
 from paraplan.terminal.output import Progress, out, print_fault, print_json
 
 app = typer.Typer(
-    name="paraplan", help="Plans how a PyTorch model trains on a cluster, and runs the plan.", no_args_is_help=True,
-    add_completion=False, pretty_exceptions_enable=False,
-)  # fmt: skip
+    name="paraplan",
+    help="Plans how a PyTorch model trains on a cluster, and runs the plan.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 app.add_typer(cluster_commands.app, name="cluster")
 profile_commands.add_to(app)
 _PARTS = {
@@ -164,12 +167,19 @@ def simulate(
     _part("show_simulation")(out(), priced, simulation, trace)
     if as_json:
         busy = {"compute": simulation.compute_s, **simulation.comm_s, **simulation.copy_s}
-        print_json({
-            "step_s": simulation.step_s, "peak_bytes": max(simulation.peak_bytes), "compute_s": simulation.compute_s,
-            "exposed_comm_s": simulation.exposed_comm_s, "busy_s": busy, "tokens_per_s": priced.prediction.tokens_per_s,
-            "mfu": priced.prediction.mfu, "exposed_copy_s": simulation.exposed_copy_s,
-            "tier_peak_bytes": simulation.tier_peak_bytes,
-        })  # fmt: skip
+        print_json(
+            {
+                "step_s": simulation.step_s,
+                "peak_bytes": max(simulation.peak_bytes),
+                "compute_s": simulation.compute_s,
+                "exposed_comm_s": simulation.exposed_comm_s,
+                "busy_s": busy,
+                "tokens_per_s": priced.prediction.tokens_per_s,
+                "mfu": priced.prediction.mfu,
+                "exposed_copy_s": simulation.exposed_copy_s,
+                "tier_peak_bytes": simulation.tier_peak_bytes,
+            }
+        )
 
 
 @app.command()
@@ -195,9 +205,15 @@ def compare(
     with Progress() as tell:
         made = _loaded(model, settings, options, tell)
         found = _part("compare_memory")(
-            made.model, cluster, memory or ["80%", "60%", "50%", "40%"], names, strategy_time_s=time_limit,
-            progress=tell, **_captured_on(made), **options,
-        )  # fmt: skip
+            made.model,
+            cluster,
+            memory or ["80%", "60%", "50%", "40%"],
+            names,
+            strategy_time_s=time_limit,
+            progress=tell,
+            **_captured_on(made),
+            **options,
+        )
     out().print(_part("compare_table")(found))
     if as_json:
         print_json(_part("compare_json")(found))

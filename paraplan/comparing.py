@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 
 
 def compare_memory(
-    model: nn.Module, cluster: ClusterSpec | str, memory: Sequence[int | str], strategies: Sequence[str], *,
-    strategy_time_s: float = 10.0, progress: Progress | None = None, **given: Any,
-) -> Comparison:  # fmt: skip
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    memory: Sequence[int | str],
+    strategies: Sequence[str],
+    *,
+    strategy_time_s: float = 10.0,
+    progress: Progress | None = None,
+    **given: Any,
+) -> Comparison:
     """What memory strategies make of a model on one device, side by side.
 
     Args:
@@ -48,9 +54,13 @@ def compare_memory(
     group = spec.groups[0]
     roomy = msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=1 << 59))
     plan = compile_plan(
-        model, msgspec.structs.replace(spec, groups=(roomy,)), recompute="none", microbatches=1, progress=progress,
+        model,
+        msgspec.structs.replace(spec, groups=(roomy,)),
+        recompute="none",
+        microbatches=1,
+        progress=progress,
         **given,
-    )  # fmt: skip
+    )
     tell = progress or (lambda text: None)
 
     def budgets(*peak: int) -> list[int]:

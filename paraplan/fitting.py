@@ -54,9 +54,11 @@ _LOSS_BYTES = 8
 
 @takes_options(FitKeywords, FitOptions)
 def fit(
-    model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[object] | Tensor, memory: int | str,
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[object] | Tensor,
+    memory: int | str,
     **options: Unpack[FitKeywords],
-) -> FittedModule:  # fmt: skip
+) -> FittedModule:
     """The model, trained within a memory budget.
 
         model = paraplan.fit(model, example_inputs, memory="8GiB")
@@ -113,9 +115,14 @@ def fit(
         returns = returned_by(model, inputs, precision, asked.loss) if named else Returned(for_loss=True)
         captured = {word: getattr(asked, word) for word in fields_of(CaptureOptions)}
         whole = compile_plan(
-            model, _roomy(spec), example_inputs=inputs, precision=precision, recompute="none",
-            microbatches=asked.microbatches, **captured,
-        )  # fmt: skip
+            model,
+            _roomy(spec),
+            example_inputs=inputs,
+            precision=precision,
+            recompute="none",
+            microbatches=asked.microbatches,
+            **captured,
+        )
     whole = _unfused(whole)
     sizes = {name: whole.programs[0].outer[outer_names.param(name)].nbytes for name in whole.programs[0].grads}
     beside = sum(sizes.values()) * asked.accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
@@ -130,9 +137,14 @@ def fit(
 
 
 def _fitted(
-    model: nn.Module, plan: Plan, fixed: Mapping[str, Any], returns: Returned, casts: torch.dtype | None,
-    seed: int | None, steps_done: int = 0,
-) -> FittedModule:  # fmt: skip
+    model: nn.Module,
+    plan: Plan,
+    fixed: Mapping[str, Any],
+    returns: Returned,
+    casts: torch.dtype | None,
+    seed: int | None,
+    steps_done: int = 0,
+) -> FittedModule:
     (program,) = plan.programs
     modules = build_modules(program, device=plan.data.cluster.backend)
     step = FittedStep(model, plan.data, program, modules, seed, steps_done)
@@ -140,9 +152,14 @@ def _fitted(
 
 
 def _remade(
-    model: nn.Module, fixed: Mapping[str, Any], returns: Returned, casts: torch.dtype | None, plan: bytes,
-    seed: int | None, steps_done: int,
-) -> FittedModule:  # fmt: skip
+    model: nn.Module,
+    fixed: Mapping[str, Any],
+    returns: Returned,
+    casts: torch.dtype | None,
+    plan: bytes,
+    seed: int | None,
+    steps_done: int,
+) -> FittedModule:
     data = from_json(plan, ir_plan.Plan, "the plan", InvalidPlanError)
     return _fitted(model, Plan(data, verify_plan(data)), fixed, returns, casts, seed, steps_done)
 

@@ -32,29 +32,45 @@ def _check_optimizer(keyword: str, name: str) -> None:
 class CaptureOptions(Options, frozen=True, kw_only=True):
     """How a training step is captured, and what its optimizer keeps."""
 
-    loss_fn: Annotated[Callable[..., Any] | None, Option(
-        "",
-        "(model output, batch by name) -> scalar loss; left out where the model returns its loss. Inputs by name that "
-        "forward does not take (labels) are given to it alone.",
-    )] = None  # fmt: skip
-    loss: Annotated[LossChoice, Option(
-        "",
-        "where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name "
-        '(their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.',
-    )] = None  # fmt: skip
-    batch_dims: Annotated[dict[str, int | None] | None, Option(
-        "", "the batch dim of each input; dim 0 by default.", convert=_as_dims
-    )] = None  # fmt: skip
-    optimizer: Annotated[str, Option(
-        "sgd, momentum, nesterov, adam, adamw; sgd+decay ...",
-        "what keeps states: sgd, momentum, nesterov, adam, adamw; with weight_decay sgd+decay, adam+decay ...",
-        MODEL, check=_check_optimizer,
-    )] = "adamw"  # fmt: skip
-    dynamic: Annotated[tuple[str, ...], Option(
-        "Attribute that training changes (tau): an input; repeatable.",
-        'attributes that the training loop changes ("tau", "encoder.tau"): inputs; others must not be changed.',
-        MODEL, metavar="NAME", convert=_as_names,
-    )] = ()  # fmt: skip
+    loss_fn: Annotated[
+        Callable[..., Any] | None,
+        Option(
+            "",
+            "(model output, batch by name) -> scalar loss; left out where the model returns its loss. Inputs "
+            "by name that "
+            "forward does not take (labels) are given to it alone.",
+        ),
+    ] = None
+    loss: Annotated[
+        LossChoice,
+        Option(
+            "",
+            "where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name "
+            '(their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.',
+        ),
+    ] = None
+    batch_dims: Annotated[
+        dict[str, int | None] | None, Option("", "the batch dim of each input; dim 0 by default.", convert=_as_dims)
+    ] = None
+    optimizer: Annotated[
+        str,
+        Option(
+            "sgd, momentum, nesterov, adam, adamw; sgd+decay ...",
+            "what keeps states: sgd, momentum, nesterov, adam, adamw; with weight_decay sgd+decay, adam+decay ...",
+            MODEL,
+            check=_check_optimizer,
+        ),
+    ] = "adamw"
+    dynamic: Annotated[
+        tuple[str, ...],
+        Option(
+            "Attribute that training changes (tau): an input; repeatable.",
+            'attributes that the training loop changes ("tau", "encoder.tau"): inputs; others must not be changed.',
+            MODEL,
+            metavar="NAME",
+            convert=_as_names,
+        ),
+    ] = ()
     progress: Annotated[Callable[[str], None] | None, Option("", "told what is being done.")] = None
 
 
@@ -73,49 +89,77 @@ class CaptureKeywords(TypedDict, total=False):
 class JobOptions(CaptureOptions, frozen=True, kw_only=True):
     """What is trained, how its step is captured, and how long planning may take."""
 
-    example_inputs: Annotated[Mapping[str, Any] | Sequence[object] | None, Option(
-        "",
-        "one global batch, by forward's parameter names or in their order; left out for Hugging Face models, whose "
-        "batch is then [batch, seq] tokens.",
-    )] = None  # fmt: skip
-    batch: Annotated[int | None, Option(
-        "Sequences of the global batch (hf: models; default 8).",
-        "rows of the batch made for Hugging Face models; left out, 8.",
-        MODEL,
-    )] = None  # fmt: skip
-    seq: Annotated[int | None, Option(
-        "Tokens of a sequence (hf: models; default 128).",
-        "tokens of its sequences; left out, 128, or what the model has positions for.",
-        MODEL,
-    )] = None  # fmt: skip
-    precision: Annotated[str, Option(
-        "fp32, fp64, bf16, fp16 or fp8.",
-        '"fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights; fp16 '
-        "trains with `Trainer.scaler`).",
-        MODEL,
-    )] = "fp32"  # fmt: skip
-    per_microbatch: Annotated[bool, Option(
-        "Each microbatch is a batch by itself (batch norm, in-batch losses).",
-        "each of `microbatches` is a batch by itself, as in eager gradient accumulation: ops that mix samples (batch "
-        "norm, in-batch losses) see one alone, buffers are written once a microbatch, and losses are averaged. It "
-        "changes what is computed; where labels are counted, by those of all microbatches.",
-        MODEL,
-    )] = False  # fmt: skip
-    time_limit_s: Annotated[float, Option(
-        "For planning.",
-        "seconds for planning, capture apart; a note says if they ran out.",
-        PLANNING, flag="time-limit", metavar="SECONDS",
-    )] = 60.0  # fmt: skip
-    profile: Annotated[str | Path | None, Option(
-        "Measured times, from paraplan profile.",
-        "measured times, a file of `paraplan profile`.",
-        PLANNING, metavar="FILE",
-    )] = None  # fmt: skip
-    profile_any: Annotated[bool, Option(
-        "Take another device's or torch version's times too.",
-        "whether another device's or torch version's times are taken too; the plan then says so.",
-        PLANNING,
-    )] = False  # fmt: skip
+    example_inputs: Annotated[
+        Mapping[str, Any] | Sequence[object] | None,
+        Option(
+            "",
+            "one global batch, by forward's parameter names or in their order; left out for Hugging Face models, whose "
+            "batch is then [batch, seq] tokens.",
+        ),
+    ] = None
+    batch: Annotated[
+        int | None,
+        Option(
+            "Sequences of the global batch (hf: models; default 8).",
+            "rows of the batch made for Hugging Face models; left out, 8.",
+            MODEL,
+        ),
+    ] = None
+    seq: Annotated[
+        int | None,
+        Option(
+            "Tokens of a sequence (hf: models; default 128).",
+            "tokens of its sequences; left out, 128, or what the model has positions for.",
+            MODEL,
+        ),
+    ] = None
+    precision: Annotated[
+        str,
+        Option(
+            "fp32, fp64, bf16, fp16 or fp8.",
+            '"fp32", "fp64", or "bf16", "fp8" (bf16, linear layers in float8) and "fp16" (float32 master weights; fp16 '
+            "trains with `Trainer.scaler`).",
+            MODEL,
+        ),
+    ] = "fp32"
+    per_microbatch: Annotated[
+        bool,
+        Option(
+            "Each microbatch is a batch by itself (batch norm, in-batch losses).",
+            "each of `microbatches` is a batch by itself, as in eager gradient accumulation: ops that mix "
+            "samples (batch "
+            "norm, in-batch losses) see one alone, buffers are written once a microbatch, and losses are averaged. It "
+            "changes what is computed; where labels are counted, by those of all microbatches.",
+            MODEL,
+        ),
+    ] = False
+    time_limit_s: Annotated[
+        float,
+        Option(
+            "For planning.",
+            "seconds for planning, capture apart; a note says if they ran out.",
+            PLANNING,
+            flag="time-limit",
+            metavar="SECONDS",
+        ),
+    ] = 60.0
+    profile: Annotated[
+        str | Path | None,
+        Option(
+            "Measured times, from paraplan profile.",
+            "measured times, a file of `paraplan profile`.",
+            PLANNING,
+            metavar="FILE",
+        ),
+    ] = None
+    profile_any: Annotated[
+        bool,
+        Option(
+            "Take another device's or torch version's times too.",
+            "whether another device's or torch version's times are taken too; the plan then says so.",
+            PLANNING,
+        ),
+    ] = False
 
 
 class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):
@@ -135,27 +179,38 @@ class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):
 class FitOptions(CaptureOptions, frozen=True, kw_only=True):
     """How a model is fitted into a memory budget."""
 
-    accumulate: Annotated[bool, Option(
-        "", "gradients are accumulated over several backwards: the sum so far counts too."
-    )] = False  # fmt: skip
+    accumulate: Annotated[
+        bool, Option("", "gradients are accumulated over several backwards: the sum so far counts too.")
+    ] = False
     microbatches: Annotated[int, Option("", "how many parts a batch is worked on in, one after another.")] = 1
-    offload: Annotated[bool, Option(
-        "",
-        "whether tensors may wait in the host's memory, where copying them costs less than making them again.",
-    )] = False  # fmt: skip
+    offload: Annotated[
+        bool,
+        Option(
+            "",
+            "whether tensors may wait in the host's memory, where copying them costs less than making them again.",
+        ),
+    ] = False
     time_limit_s: Annotated[float, Option("", "seconds for planning.")] = 30.0
-    cluster: Annotated[ClusterSpec | str | None, Option(
-        "",
-        "one device whose rates decide what is cheap to execute again; the model's own, if left out.",
-    )] = None  # fmt: skip
+    cluster: Annotated[
+        ClusterSpec | str | None,
+        Option(
+            "",
+            "one device whose rates decide what is cheap to execute again; the model's own, if left out.",
+        ),
+    ] = None
     seed: Annotated[int | None, Option("", "of dropout; torch's generator decides if left out.")] = None
-    check: Annotated[bool | int, Option(
-        "",
-        "hold the first step, or so many, against the eager model before taking it: loss, gradients and buffers, "
-        "random numbers replayed; a difference raises CheckError. It leaves everything as it was, and costs per step "
-        "one planned step aside and one step of a copy of the model (two below float64, one of them in float64), whose "
-        "memory the budget does not count.",
-    )] = False  # fmt: skip
+    check: Annotated[
+        bool | int,
+        Option(
+            "",
+            "hold the first step, or so many, against the eager model before taking it: loss, gradients and buffers, "
+            "random numbers replayed; a difference raises CheckError. It leaves everything as it was, and "
+            "costs per step "
+            "one planned step aside and one step of a copy of the model (two below float64, one of them in "
+            "float64), whose "
+            "memory the budget does not count.",
+        ),
+    ] = False
 
 
 class FitKeywords(CaptureKeywords, total=False):

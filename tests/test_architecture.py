@@ -100,6 +100,7 @@ LABELLED = (
 )
 MODULE_NAME = re.compile(r"paraplan(\.[a-z_0-9]+)+")
 MAX_FILES, MAX_LEVELS = 15, 4
+MOST_UNFORMATTED = 40
 TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "rsplit")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -256,12 +257,10 @@ def file_is_too_long(module: Module) -> Iterator[str]:
 
 
 def function_is_too_long(module: Module) -> Iterator[str]:
-    """Docstrings are not counted: nobody should shorten one for this."""
+    """Neither docstrings nor parameters are counted: nobody should shorten one for this."""
     for function in functions(module):
-        lines = (function.end_lineno or function.lineno) - function.lineno + 1
-        first = function.body[0]
-        if ast.get_docstring(function) is not None:
-            lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+        first = function.body[ast.get_docstring(function) is not None :][:1] or function.body
+        lines = (function.end_lineno or function.lineno) - first[0].lineno + 2
         if lines > MAX_FUNCTION_LINES:
             yield f"{module.path}:{function.lineno} {function.name}() has {lines} lines, over {MAX_FUNCTION_LINES}"
 
@@ -399,6 +398,11 @@ def test_public_names() -> None:
     assert set(dir(paraplan)) == PUBLIC
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = paraplan.nonsense
+
+
+def test_formatting_is_left_to_the_formatter() -> None:
+    skipped = Counter(m.path for m in modules_under("paraplan") for line in m.source.splitlines() if "# fmt: " in line)
+    assert skipped.total() < MOST_UNFORMATTED, skipped
 
 
 def test_version_is_the_package_metadata_s() -> None:

@@ -101,8 +101,12 @@ class _Writer:
     def memory(self, stage: int) -> None:
         held = {self.held[stage, t]: self.size[t] for t in range(len(self.size)) if (stage, t) in self.held}
         first = self.builder.add_columns(stage + 1, upper=float(self.budget))
-        self.builder.add_row([first, *held], [1.0, *(-x for x in held.values())], lower=self.problem.base_bytes,
-                             upper=self.problem.base_bytes)  # fmt: skip
+        self.builder.add_row(
+            [first, *held],
+            [1.0, *(-x for x in held.values())],
+            lower=self.problem.base_bytes,
+            upper=self.problem.base_bytes,
+        )
         for index in range(stage + 1):
             before = first + index
             op, run = self.problem.ops[index], self.executed[stage, index]

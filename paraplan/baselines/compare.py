@@ -78,9 +78,13 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def compare(
-    plan: Plan, program: RankProgram, budgets: Callable[[int, int], Sequence[int]], names: Sequence[str], time_s: float,
+    plan: Plan,
+    program: RankProgram,
+    budgets: Callable[[int, int], Sequence[int]],
+    names: Sequence[str],
+    time_s: float,
     tell: Callable[[str], None] = lambda text: None,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """Every strategy at every budget.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +17,7 @@ from paraplan.capture.convert import dtype_text
 from paraplan.capture.cutting.auxiliary import asides_of, make_outputs, plain, read_asides, wanted_outputs
 from paraplan.capture.cutting.cut import cut
 from paraplan.capture.cutting.flow import flows, value_of
+from paraplan.capture.cutting.graph_ends import end_in, ends_of, join_ties, refuse_numbers
 from paraplan.capture.cutting.kinds import make_denominator, make_kind
 from paraplan.capture.cutting.loss_terms import LossFraction, alike, loss_terms, own_numerators
 from paraplan.capture.cutting.mixing import tail_nodes
@@ -23,7 +25,7 @@ from paraplan.capture.cutting.outputs import LossChoice
 from paraplan.capture.cutting.segments import ForwardGraph, closure, make_piece, signature
 from paraplan.capture.discovery.discover import attach_rules
 from paraplan.capture.exporting.clean import clean, drop_idle_detach
-from paraplan.capture.exporting.export import Exported, LossFn
+from paraplan.capture.exporting.export import Asked, Exported, LossFn
 from paraplan.capture.exporting.fake import name_inputs, of_microbatch, traced_dtype
 from paraplan.capture.exporting.quiet import quiet_torch
 from paraplan.capture.exporting.traced import blaming_attributes, trace_model
@@ -33,8 +35,7 @@ from paraplan.capture.precision import default_dtype, lift_to_float64, widened
 from paraplan.capture.python_state.dynamic import Attribute, find_attributes
 from paraplan.capture.python_state.reading import Reads
 from paraplan.capture.rewriting.masks import simplify_masks
-from paraplan.capture.rewriting.rewrite import Rewriter, remove_dead
-from paraplan.capture.source_lines import line_of_stack
+from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.substituting.substitute import substitute
 from paraplan.capture.substituting.substitute_float8 import convert_linears
 from paraplan.ir.errors import CaptureError
@@ -46,86 +47,82 @@ from paraplan.kernels.torch_private import FakeTensorMode, fake_mode
 aten = torch.ops.aten
 
 
-def capture(
-    model: nn.Module,
-    example_inputs: dict[str, Tensor] | tuple[object, ...],
-    *,
-    loss_fn: LossFn | None = None,
-    precision: str = "fp32",
-    batch_dims: dict[str, int | None] | None = None,
-    name: str | None = None,
-    loss: LossChoice = None,
-    dynamic: Sequence[str] = (),
-    per_microbatch: int = 1,
-) -> Program:
+class How(TypedDict, total=False):
+    """How a step is captured.
+
+    loss_fn: (model output, batch by name) -> scalar loss (or several); left out where the model returns its loss.
+    precision: "fp32" (if left out), "fp64" (every float of the forward, casts included), "bf16", "fp16" or "fp8"
+        (bf16 with linear layers in float8, see `substitute_float8`).
+    batch_dims: the batch dim of each input, None for inputs equal on every microbatch; dim 0 by default.
+    name: what to call the program; the model's class by default.
+    loss: which of several losses are trained on, with which weights; see `outputs.LossChoice`.
+    dynamic: attributes of the model ("encoder.tau") that are inputs of the program instead of constants.
+    per_microbatch: so many microbatches are batches by themselves (`Program.apart`): the program is that of one.
+    """
+
+    loss_fn: LossFn | None
+    precision: str
+    batch_dims: Mapping[str, int | None] | None
+    name: str | None
+    loss: LossChoice
+    dynamic: Sequence[str]
+    per_microbatch: int
+
+
+def capture(model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], **how: Unpack[How]) -> Program:
     """Captures a model's training step at one global batch.
 
     Args:
         model: on meta, fake or real; it is not modified. Trains or not as it is (`model.training`).
         example_inputs: one global batch, by forward's parameter names or in their order; only shapes matter.
-        loss_fn: (model output, batch by name) -> scalar loss (or several); left out where the model returns its loss.
-        precision: "fp32", "fp64" (every float of the forward, casts included), "bf16", "fp16" or "fp8" (bf16
-            with linear layers in float8, see `substitute_float8`).
-        batch_dims: the batch dim of each input, None for inputs equal on every microbatch; dim 0 by default.
-        name: what to call the program.
-        loss: which of several losses are trained on, with which weights; see `outputs.LossChoice`.
-        dynamic: attributes of the model ("encoder.tau") that are inputs of the program instead of constants.
-        per_microbatch: so many microbatches are batches by themselves (`Program.apart`): the program is that of one.
+        how: see `How`.
     Raises:
         CaptureError: the model cannot be captured; names the user's line and the remedy.
     """
-    return capture_with_reads(
-        model, example_inputs, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims, name=name, loss=loss,
-        dynamic=dynamic, per_microbatch=per_microbatch,
-    )[0]  # fmt: skip
+    return capture_with_reads(model, example_inputs, **how)[0]
 
 
 @seldom_collected()
 @quiet_torch()
 def capture_with_reads(
-    model: nn.Module, example_inputs: dict[str, Tensor] | tuple[object, ...], *, loss_fn: LossFn | None = None,
-    precision: str = "fp32", batch_dims: dict[str, int | None] | None = None, name: str | None = None,
-    loss: LossChoice = None, dynamic: Sequence[str] = (), per_microbatch: int = 1,
-) -> tuple[Program, Reads]:  # fmt: skip
+    model: nn.Module,
+    example_inputs: dict[str, Tensor] | tuple[object, ...],
+    **how: Unpack[How],
+) -> tuple[Program, Reads]:
     """As `capture`, and what was read of objects of this process that no program names (closures, the loss function's
     modules)."""
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise CaptureError(f"model is {given}: give an nn.Module whose forward is a step's, made")
-    how = (loss_fn, precision, batch_dims or {}, name, loss, per_microbatch)
-    attributes = find_attributes(model, dynamic)
+    if unknown := how.keys() - How.__annotations__.keys():
+        raise TypeError(f"capture() has no keyword {sorted(unknown)[0]!r}; it has {', '.join(How.__annotations__)}")
+    attributes = find_attributes(model, how.get("dynamic", ()))
     try:
-        return _capture(model, example_inputs, *how, attributes, keep_outputs=True)
+        return _capture(model, example_inputs, how, attributes, keep_outputs=True)
     except CaptureError:  # an output nobody trains on is no reason to refuse a model
         return blaming_attributes(
-            lambda given: _capture(model, example_inputs, *how, given, keep_outputs=False), attributes
+            lambda given: _capture(model, example_inputs, how, given, keep_outputs=False), attributes
         )
 
 
 def _capture(
     model: nn.Module,
     example_inputs: dict[str, Tensor] | tuple[object, ...],
-    loss_fn: LossFn | None,
-    precision: str,
-    batch_dims: dict[str, int | None],
-    name: str | None,
-    loss_choice: LossChoice,
-    apart: int,
+    how: How,
     attributes: tuple[Attribute, ...],
     keep_outputs: bool,
 ) -> tuple[Program, Reads]:
+    precision, apart = how.get("precision", "fp32"), how.get("per_microbatch", 1)
     traced_dtype(precision)
     refuse_hooks(model)
     refuse_scripts(model)
     tensors, others = name_inputs(model, example_inputs)
-    rows, dims = _batch_dims(tensors, batch_dims)
+    rows, dims = _batch_dims(tensors, dict(how.get("batch_dims") or {}))
     batch_size, tensors = of_microbatch(tensors, rows, dims, apart)
     dims |= {each.name: None for each in attributes}
     mode, positional = fake_mode(), not isinstance(example_inputs, dict)
-    copied, batch, exported, reads = trace_model(
-        model, (tensors, others), positional, loss_fn=loss_fn, mode=mode, choice=loss_choice,
-        keep_outputs=keep_outputs, precision=precision, attributes=attributes,
-    )  # fmt: skip
+    asked = Asked(how.get("loss_fn"), how.get("loss"), precision, positional, others, keep_outputs)
+    copied, batch, exported, reads = trace_model(model, tensors, mode, asked, attributes)
     params, buffers, first_names = _tensors_of(copied, precision)
     _check_trained(params, precision, type(model).__name__)
     forward, terms, extra = _rewrite(exported, params, first_names, precision, mode)
@@ -140,7 +137,7 @@ def _capture(
         used = {param for segment in segments for param in segment.params}
         ruled, counted = attach_rules(kinds, denominators)
         return Program(
-            name=name or type(model).__name__,
+            name=how.get("name") or type(model).__name__,
             fingerprint=digest,
             precision=precision,
             batch_size=batch_size,
@@ -254,7 +251,7 @@ def _rewrite(
 ) -> tuple[ForwardGraph, list[LossFraction], dict[str, fx.Node]]:
     graph, names, constants, updates = exported[:4]
     rewriter = Rewriter(graph, mode)
-    _join_ties(graph, names, first_names)
+    join_ties(graph, names, first_names)
     clean(graph)
     if precision == "fp64":
         constants = lift_to_float64(graph, rewriter, constants)
@@ -283,55 +280,17 @@ def _rewrite(
     terms = alike(terms, found, rewriter)
     first = len(exported.losses)
     extra = [plain(node) for node in results[first : first + len(exported.outputs)]]
-    _end_in(graph, [*_ends(terms), *updates.values(), *extra])
+    end_in(graph, [*ends_of(terms), *updates.values(), *extra])
     terms = own_numerators(terms, {*updates.values(), *extra}, found, rewriter)
-    ends = [*_ends(terms), *updates.values()]
-    _end_in(graph, [*ends, *extra])
+    ends = [*ends_of(terms), *updates.values()]
+    end_in(graph, [*ends, *extra])
     idle = asides_of(graph, ends)
     extra = list(graph.output_node().args[0][len(ends) :])  # type: ignore[index]
     roots = tuple(dict.fromkeys((*(term.numerator for term in terms), *updates.values())))
-    _refuse_numbers(graph)
+    refuse_numbers(graph)
     numerators = frozenset(term.numerator for term in terms)
     forward = ForwardGraph(graph, names, constants, found, roots, idle, numerators)
     return forward, terms, dict(zip(exported.outputs, extra, strict=True))
-
-
-def _refuse_numbers(graph: fx.Graph) -> None:
-    """Numbers that are read out of tensors, which no graph has.
-
-    Raises:
-        CaptureError: there is one; names the line.
-    """
-    for node in graph.nodes:
-        if node.target in (aten._local_scalar_dense.default, aten.item.default):
-            raise CaptureError(
-                f"{line_of_stack(node.meta.get('stack_trace')) or 'somewhere in the forward'}: a Python number or a "
-                "shape depends on tensor data; keep values as tensors instead of .item(), and sizes fixed"
-            )
-
-
-def _ends(terms: Sequence[LossFraction]) -> list[fx.Node]:
-    """What the loss is made of."""
-    return [term.numerator for term in terms] + [term.denominator for term in terms if term.denominator is not None]
-
-
-def _end_in(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
-    """What the graph gives; other calls are removed."""
-    graph.output_node().args = (tuple(results),)
-    remove_dead(graph)
-
-
-def _join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str, str]) -> None:
-    """All uses of a tied parameter go through its first name."""
-    owners: dict[str, fx.Node] = {}
-    for node, name in list(names.items()):
-        kind, target = name.split(":", 1)
-        if kind != "param":
-            continue
-        owner = owners.setdefault(first_names[target], node)
-        names[node] = f"param:{first_names[target]}"
-        if owner is not node:
-            node.replace_all_uses_with(owner)
 
 
 def _segment(

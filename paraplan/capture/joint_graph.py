@@ -99,9 +99,13 @@ BY_STRIDES = frozenset(
 
 
 def run_nodes(
-    nodes: Sequence[fx.Node], env: dict[fx.Node, object], seed: Tensor | None, labels: _Labels, hook: bool,
+    nodes: Sequence[fx.Node],
+    env: dict[fx.Node, object],
+    seed: Tensor | None,
+    labels: _Labels,
+    hook: bool,
     source_of: Callable[[fx.Node], str] = line_of_node,
-) -> None:  # fmt: skip
+) -> None:
     """Runs the nodes of a piece, results into `env`; `source_of` says what its ops are labelled with."""
     seen: set[object] = set()
     slot = 0

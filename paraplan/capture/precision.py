@@ -19,9 +19,12 @@ from paraplan.ir.model.program import HALVES
 from paraplan.kernels.torch_private import FakeTensorMode
 
 WIDE = {
-    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
-    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
-}  # fmt: skip
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
 """What becomes of narrower floats and complex numbers."""
 
 _ALSO = {"float16": ("half",)}

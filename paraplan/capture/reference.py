@@ -203,9 +203,15 @@ def loss_shares(program: Program, batch: Mapping[str, Tensor]) -> dict[str, list
 
 
 def _pass(
-    program: Program, params: Mapping[str, Tensor], values: Env, seeds: Sequence[Tensor] | int, first: int,
-    counts: Sequence[Tensor | int], scale: float, param_grads: Env,
-) -> Tensor:  # fmt: skip
+    program: Program,
+    params: Mapping[str, Tensor],
+    values: Env,
+    seeds: Sequence[Tensor] | int,
+    first: int,
+    counts: Sequence[Tensor | int],
+    scale: float,
+    param_grads: Env,
+) -> Tensor:
     """Forward and backward of one batch, what it makes into `values`, gradients added; its share of the loss.
 
     Args:

@@ -179,9 +179,13 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
     position = {index: place for place, index in enumerate(terms)}
     shapes = [values[name].shape for name in op.tensors]
     many = next(
-        (len(shape) - len(annotation.inputs[index]) + 1
-         for index, shape in zip(terms, shapes, strict=True) if MANY in annotation.inputs[index]), 0,
-    )  # fmt: skip
+        (
+            len(shape) - len(annotation.inputs[index]) + 1
+            for index, shape in zip(terms, shapes, strict=True)
+            if MANY in annotation.inputs[index]
+        ),
+        0,
+    )
     leads = tuple(f"lead{index}" for index in range(many))
     inputs = [_expanded(annotation.inputs[index], leads) for index in terms]
     sizes: dict[str, int] = {}
@@ -199,21 +203,27 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
     if MANY in annotation.whole:
         free = {name: size for name, size in free.items() if name not in leads}
     rule = OpRule(
-        source=REGISTERED, shapes=tuple(shapes),
+        source=REGISTERED,
+        shapes=tuple(shapes),
         inputs=tuple(_only(names, free) for names in inputs),
-        outputs=tuple(None if names is None else _only(names, free) for names in outputs), sizes=free,
+        outputs=tuple(None if names is None else _only(names, free) for names in outputs),
+        sizes=free,
         contracted={
-            name: how for letter, how in annotation.contracted.items()
-            for name in (leads if letter == MANY else (letter,)) if name in free
+            name: how
+            for letter, how in annotation.contracted.items()
+            for name in (leads if letter == MANY else (letter,))
+            if name in free
         },
-        linear=tuple(group for group in (tuple(position[i] for i in g if i in position) for g in annotation.linear)
-                     if group),
+        linear=tuple(
+            group for group in (tuple(position[i] for i in g if i in position) for g in annotation.linear) if group
+        ),
         addends=tuple(position[index] for index in annotation.addends if index in position),
         size_args={
             letter: _paths(annotation, op, names, fail)
-            for letter, names in annotation.size_args.items() if letter in free
+            for letter, names in annotation.size_args.items()
+            if letter in free
         },
-    )  # fmt: skip
+    )
     return _with_memory(rule, probe_of(op, values), None if annotation.checked else fail)
 
 
@@ -326,9 +336,12 @@ def _with_memory(rule: OpRule, probe: Probe, fail: Callable[[str], ConstraintErr
             return plain
         lies, alias = facts
         return msgspec.structs.replace(
-            plain, lies=lies, alias_of=alias, storages=storages(bench, _letters_of(rule, probe), lies),
+            plain,
+            lies=lies,
+            alias_of=alias,
+            storages=storages(bench, _letters_of(rule, probe), lies),
             workspace=workspace(bench, _letters_of(rule, probe)),
-        )  # fmt: skip
+        )
 
 
 def check_annotation(annotation: Annotation, example: tuple[object, ...]) -> None:

@@ -59,12 +59,17 @@ GPU = Efficiency(
     between_nodes=0.88,
     # Starting the kernel on all ranks and meeting: NCCL src/graph/tuning.cc (2.18 and later), baseLat of ring LL.
     collective_start_s=6.6e-6,
-)  # fmt: skip
+)
 
 CPU = Efficiency(
-    matmul=1.0, attention=1.0, half_dim=16, memory=1.0, in_node=1.0, between_nodes=1.0,
+    matmul=1.0,
+    attention=1.0,
+    half_dim=16,
+    memory=1.0,
+    in_node=1.0,
+    between_nodes=1.0,
     collective_start_s=0.0,
-)  # fmt: skip
+)
 
 CUDA_BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every allocation up to (kMinBlockSize, c10/cuda/CUDACachingAllocator.h, torch

@@ -15,10 +15,9 @@ import msgspec
 from paraplan.cost_models.communication.collectives import input_bytes_of
 from paraplan.cost_models.communication.move_costs import IN, OUT, Moves, copy_stream
 from paraplan.cost_models.constants import efficiency_of
+from paraplan.cost_models.ops.product_shapes import Outs, Specs
 from paraplan.cost_models.ops.roofline import (
     OpWork,
-    Outs,
-    Specs,
     copy_work,
     is_free,
     op_time_s,
@@ -102,9 +101,12 @@ class Costs:
             CostModelError: a device has no rate for the dtype.
         """
         key = (
-            target, variant(target, args, kwargs), tuple([(x.dtype, x.shape) for x in inputs]),
-            tuple([None if x is None else (x.dtype, x.shape) for x in outputs]), registered,
-        )  # fmt: skip
+            target,
+            variant(target, args, kwargs),
+            tuple([(x.dtype, x.shape) for x in inputs]),
+            tuple([None if x is None else (x.dtype, x.shape) for x in outputs]),
+            registered,
+        )
         time = self._ops.get(key)
         if time is None:
             work = _work(target, key[1], inputs, outputs, registered)
@@ -136,9 +138,14 @@ class Costs:
             work = _work(instr.target, flag, inputs, outputs, instr.work)
             seconds, how = self._slowest_s(instr.target, shape, full, work)
             op = OpTime(
-                target=instr.target, flag=flag, seconds=seconds, samples=int(how == MEASURED), detail=detail,
-                inputs=_tensors(inputs, strides), outputs=_made(outputs),
-            )  # fmt: skip
+                target=instr.target,
+                flag=flag,
+                seconds=seconds,
+                samples=int(how == MEASURED),
+                detail=detail,
+                inputs=_tensors(inputs, strides),
+                outputs=_made(outputs),
+            )
             self._lowered[full] = op, how
         return self._lowered[full][0].seconds
 
@@ -252,9 +259,7 @@ class Costs:
         return self.moves.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
 
 
-def _work(
-    target: str, flag: int, inputs: Specs, outputs: Outs, registered: tuple[float, float] | None
-) -> OpWork:  # fmt: skip
+def _work(target: str, flag: int, inputs: Specs, outputs: Outs, registered: tuple[float, float] | None) -> OpWork:
     registered_work = None if registered is None else registered_work_of(registered, inputs, outputs)
     return registered_work or work_of(target, flag, inputs, outputs)
 
@@ -273,9 +278,14 @@ def lowered_op(block: Block, instr: Instr) -> OpTime | None:
         return None
     inputs, flag, strides, detail = _signature(block, instr)
     return OpTime(
-        target=instr.target, flag=flag, seconds=0.0, samples=0, detail=detail, inputs=_tensors(inputs, strides),
+        target=instr.target,
+        flag=flag,
+        seconds=0.0,
+        samples=0,
+        detail=detail,
+        inputs=_tensors(inputs, strides),
         outputs=_made(tuple([out for _, out in made])),
-    )  # fmt: skip
+    )
 
 
 def _alone(instr: Instr, inputs: tuple[LocalValue, ...], outputs: Outs) -> tuple[Instr, Outs]:

@@ -72,7 +72,7 @@ def priced_on(
     first = [schedule.rank_class.index(index) for index in range(len(schedule.classes))]
     moved = msgspec.structs.replace(
         plan, cluster=cluster, schedule=schedule, prediction=None, certificate=None, profile=None
-    )  # fmt: skip
+    )
     there = tuple(programs[old.rank_class[rank]] for rank in first)
     return msgspec.structs.replace(moved, prediction=predict(moved, there)), there
 
@@ -87,9 +87,12 @@ def model_flops(program: Program) -> int:
 
 def plan_costs(plan: Plan) -> tuple[Costs, ...]:
     """Per rank class of the schedule, what things cost on its stage's mesh; plans alike share them."""
-    return _costs_by_class(plan, lambda mesh, new: _COSTS.get(
-        (Same(plan.cluster), mesh, Same(plan.profile), plan.optimizer.timed_as, plan.compiled), new
-    ))  # fmt: skip
+    return _costs_by_class(
+        plan,
+        lambda mesh, new: _COSTS.get(
+            (Same(plan.cluster), mesh, Same(plan.profile), plan.optimizer.timed_as, plan.compiled), new
+        ),
+    )
 
 
 def _costs_by_class(plan: Plan, made: Callable[[Mesh, Callable[[], Costs]], Costs]) -> tuple[Costs, ...]:
@@ -156,10 +159,15 @@ def predict(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation 
     tokens = math.prod(next(iter(program.step_batch.values())).spec.shape[:2]) if program.batch else 0
     step, at_peak_s = result.step_s, program.apart * _at_peak_s(program, plan.cluster)
     return Prediction(
-        step_s=step, peak_bytes=result.peak_bytes, compute_s=result.compute_s, exposed_comm_s=result.exposed_comm_s,
-        tokens_per_s=tokens / step if step else 0.0, mfu=at_peak_s / step if step else 0.0,
-        tier_peak_bytes=result.tier_peak_bytes, exposed_copy_s=result.exposed_copy_s,
-    )  # fmt: skip
+        step_s=step,
+        peak_bytes=result.peak_bytes,
+        compute_s=result.compute_s,
+        exposed_comm_s=result.exposed_comm_s,
+        tokens_per_s=tokens / step if step else 0.0,
+        mfu=at_peak_s / step if step else 0.0,
+        tier_peak_bytes=result.tier_peak_bytes,
+        exposed_copy_s=result.exposed_copy_s,
+    )
 
 
 def _at_peak_s(program: Program, cluster: ClusterSpec) -> float:
@@ -214,7 +222,7 @@ def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
     kept = tuple(op for _, (op, how) in sorted(used.items()) if how != MODELLED)
     always = tuple(
         op for op in plan.profile.ops if op.target in (VIEW, UPDATE + plan.optimizer.timed_as) and op not in kept
-    )  # fmt: skip
+    )
     collectives = tuple(each for each in plan.profile.collectives if (each.size, each.local_size) in groups)
     profile = msgspec.structs.replace(plan.profile, ops=(*kept, *always), collectives=collectives)
     modelled = sorted({op.target for op, how in used.values() if how == MODELLED})
@@ -222,7 +230,12 @@ def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
         f"times of {counts[MEASURED]} of {len(used)} local ops are measured ({profile.source}: {profile.name}, torch "
         f"{profile.torch}), {counts[INTERPOLATED]} interpolated, {counts[MODELLED]} modelled"
         + (f" ({', '.join(modelled[:8])})" if modelled else "")
-        + ("; collectives are measured" if collectives else "; collectives are modelled" if any(
-            size > 1 for size, _ in groups) else "")
-    )  # fmt: skip
+        + (
+            "; collectives are measured"
+            if collectives
+            else "; collectives are modelled"
+            if any(size > 1 for size, _ in groups)
+            else ""
+        )
+    )
     return msgspec.structs.replace(plan, profile=profile, notes=(*plan.notes, note))

@@ -155,9 +155,13 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     def placed(self, place: TierPlacement, ahead: bool = False) -> ParamLayouts:
         """The same layouts elsewhere, gathered ahead or not."""
         return msgspec.structs.replace(
-            self, state_tier=place.states, stored_tier=place.params, ahead=ahead,
-            fetched=bool(place.states) and place.update == DEVICE, grad_tier=place.grads if place.grads_wait else "",
-        )  # fmt: skip
+            self,
+            state_tier=place.states,
+            stored_tier=place.params,
+            ahead=ahead,
+            fetched=bool(place.states) and place.update == DEVICE,
+            grad_tier=place.grads if place.grads_wait else "",
+        )
 
 
 class Split(Value, frozen=True, kw_only=True):

@@ -14,8 +14,11 @@ import msgspec
 from paraplan.ir.struct import Value
 
 _UNITS = {
-    "flops_per_s": "operations per second", "bytes_per_s": "bytes per second", "_bytes": "bytes", "_s": "seconds",
-}  # fmt: skip
+    "flops_per_s": "operations per second",
+    "bytes_per_s": "bytes per second",
+    "_bytes": "bytes",
+    "_s": "seconds",
+}
 _FIELD = re.compile(r"^(\w+(?:, \w+)*): (.*)$")
 
 

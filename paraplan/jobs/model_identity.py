@@ -123,10 +123,15 @@ def _captures_alike(program: Program, model: nn.Module, loss_fn: object) -> bool
             for name, entry in inputs.items()
         }
         found = capture(
-            model, {**batch, **others}, loss_fn=loss_fn, precision=program.precision, loss=choice,  # type: ignore[arg-type]
-            batch_dims={name: entry.batch_dim for name, entry in inputs.items()}, per_microbatch=program.apart,
+            model,
+            {**batch, **others},
+            loss_fn=loss_fn,
+            precision=program.precision,
+            loss=choice,  # type: ignore[arg-type]
+            batch_dims={name: entry.batch_dim for name, entry in inputs.items()},
+            per_microbatch=program.apart,
             dynamic=[entry.attribute for entry in program.batch.values() if entry.attribute],
-        )  # fmt: skip
+        )
     except (ParaplanError, ValueError, SyntaxError):
         return False
     return program_meaning(found) == program_meaning(program)

@@ -165,9 +165,13 @@ def run(
     made = _skeleton(plan, options)
     batches = _batches(plan, made, options)
     execution = ExecutionOptions(
-        seed=options.seed, compile=options.compile, weights=options.weights, loss_fn=made.loss_fn,
-        timeout_s=options.timeout, cuda_graphs=options.cuda_graphs,
-    )  # fmt: skip
+        seed=options.seed,
+        compile=options.compile,
+        weights=options.weights,
+        loss_fn=made.loss_fn,
+        timeout_s=options.timeout,
+        cuda_graphs=options.cuda_graphs,
+    )
     trainer = make_trainer(plan, programs, made.model, execution)
     scaler = trainer.scaler() if plan.program.precision == "fp16" else None
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
@@ -244,9 +248,12 @@ def _skeleton(plan: Plan, options: RunOptions) -> Made:
 
 
 def _seconds(
-    trainer: Trainer, batches: Callable[[int], dict[str, Tensor]], optimizer: torch.optim.Optimizer,
-    clip: float | None, scaler: Scaler | None,
-) -> Mapping[tuple[str, int], list[float]]:  # fmt: skip
+    trainer: Trainer,
+    batches: Callable[[int], dict[str, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    clip: float | None,
+    scaler: Scaler | None,
+) -> Mapping[tuple[str, int], list[float]]:
     """(block, instruction) -> seconds of each call, over some further steps taken op by op."""
     with trainer.timed() as found:
         for step in range(STEPS_RECORDED):

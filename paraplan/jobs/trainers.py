@@ -33,9 +33,14 @@ from paraplan.runtime.transport.tier_copies import Copier
 
 
 def make_trainer(
-    plan: Plan, programs: Sequence[RankProgram], model: nn.Module, how: ExecutionOptions | None = None, *,
-    share: Trainer | None = None, reads: Reads | None = None,
-) -> Trainer:  # fmt: skip
+    plan: Plan,
+    programs: Sequence[RankProgram],
+    model: nn.Module,
+    how: ExecutionOptions | None = None,
+    *,
+    share: Trainer | None = None,
+    reads: Reads | None = None,
+) -> Trainer:
     """This rank's trainer; see `Plan.executable`.
 
     Args:
@@ -70,19 +75,33 @@ def make_trainer(
     phases = ("F", "B") if how.compile or plan.compiled else ()
     modules = build(programs[plan.schedule.rank_class[transport.rank]])
     trainer = Trainer(
-        plan, programs, modules, model, transport, seed=how.seed, record=how.record, build=build,
-        compile_phases=phases, compile_backend="inductor" if isinstance(how.compile, bool) else how.compile,
-        compile_strict=how.compile_strict, weights=how.weights, share=share, copier=copier, reads=reads,
-    )  # fmt: skip
+        plan,
+        programs,
+        modules,
+        model,
+        transport,
+        seed=how.seed,
+        record=how.record,
+        build=build,
+        compile_phases=phases,
+        compile_backend="inductor" if isinstance(how.compile, bool) else how.compile,
+        compile_strict=how.compile_strict,
+        weights=how.weights,
+        share=share,
+        copier=copier,
+        reads=reads,
+    )
     if how.cuda_graphs:
         trainer.replay(CudaGraphs())
     return trainer
 
 
 def make_bucket_trainer(
-    plans: Sequence[tuple[Plan, Sequence[RankProgram], Reads | None]], model: nn.Module,
-    attributes: Sequence[Mapping[str, Any]] = (), how: ExecutionOptions | None = None,
-) -> BucketTrainer:  # fmt: skip
+    plans: Sequence[tuple[Plan, Sequence[RankProgram], Reads | None]],
+    model: nn.Module,
+    attributes: Sequence[Mapping[str, Any]] = (),
+    how: ExecutionOptions | None = None,
+) -> BucketTrainer:
     """This rank's trainer for the shapes of several plans; see `Buckets.executable`."""
     if how is not None and how.cuda_graphs:
         raise ConstraintError("trainers of several shapes have no CUDA graphs: plan one shape, or leave them out")

@@ -119,9 +119,17 @@ def _inner(x: Tensor, tokens: Tensor, w: Tensor, xs: Tensor, us: Tensor) -> Tens
 
 
 def experts_grad(
-    g: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: str, total: int,
-    e_start: int = 0, train: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    g: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: str,
+    total: int,
+    e_start: int = 0,
+    train: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `experts` in x, weights, w_in and w_out (the last two only where they train)."""
     held, parts, width, hidden = w_in.shape
     rows = min(x.shape[0], BLOCK_ROWS)

@@ -28,9 +28,15 @@ def layer_norm(
 
 
 def layer_norm_grad(
-    g: Tensor, x: Tensor, normalised: Sequence[int], mean: Tensor, rstd: Tensor, w: Tensor | None,
-    bias: Tensor | None, wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    g: Tensor,
+    x: Tensor,
+    normalised: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of `layer_norm` in x, w and bias; None for those not wanted."""
     if (w is None or w.dtype == x.dtype) and not x.is_cuda:
         mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)

@@ -103,9 +103,13 @@ def uniform(x: Tensor, seed: Tensor, slot: int, global_shape: Sequence[int], sta
 
 
 def _draws(
-    shape: Sequence[int], seed: Tensor, slot: int, global_shape: Sequence[int], starts: Sequence[int],
+    shape: Sequence[int],
+    seed: Tensor,
+    slot: int,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
     device: torch.device,
-) -> Iterator[tuple[slice, slice, Callable[[], Tensor]]]:  # fmt: skip
+) -> Iterator[tuple[slice, slice, Callable[[], Tensor]]]:
     """Chunk by chunk: rows, columns, and what makes their uniform int32."""
     whole, begin = tuple(global_shape) or (1,), tuple(starts) or (0,)
     height_in_all, columns = math.prod(shape[:-1]), shape[-1]

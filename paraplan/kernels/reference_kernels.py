@@ -62,16 +62,69 @@ from paraplan.kernels.vision_kernels import (
 )
 
 __all__ = [
-    "adaptive_avg_pool", "adaptive_avg_pool_grad", "adaptive_max_pool", "attention", "attention_grad",
-    "attention_merge", "avg_pool", "avg_pool_grad", "batched_product", "bn_apply", "bn_grad_affine", "bn_grad_input",
-    "bn_rstd", "bn_running", "bn_squares", "bn_whole", "bn_whole_grad", "ce_grad", "ce_loss", "ce_max", "ce_sumexp",
-    "ce_target", "constant", "conv", "conv_grad_input", "conv_grad_weight", "dropout", "embedding", "embedding_grad",
-    "embedding_tables", "embedding_tables_grad", "experts", "experts_grad", "float8_cast", "float8_cast_both",
-    "float8_linear", "float8_linear_grad_input", "float8_linear_grad_weight", "float8_scale", "gated", "gated_grad",
-    "group_norm", "group_norm_grad", "index", "index_put", "layer_norm", "layer_norm_grad", "linear",
-    "linear_grad_input", "linear_grad_weight", "max_pool", "max_pool_grad", "mergeable", "rms_norm", "rms_norm_grad",
-    "rotary", "route_add", "route_here", "route_plan", "uniform", "upsample", "upsample_grad",
-]  # fmt: skip
+    "adaptive_avg_pool",
+    "adaptive_avg_pool_grad",
+    "adaptive_max_pool",
+    "attention",
+    "attention_grad",
+    "attention_merge",
+    "avg_pool",
+    "avg_pool_grad",
+    "batched_product",
+    "bn_apply",
+    "bn_grad_affine",
+    "bn_grad_input",
+    "bn_rstd",
+    "bn_running",
+    "bn_squares",
+    "bn_whole",
+    "bn_whole_grad",
+    "ce_grad",
+    "ce_loss",
+    "ce_max",
+    "ce_sumexp",
+    "ce_target",
+    "constant",
+    "conv",
+    "conv_grad_input",
+    "conv_grad_weight",
+    "dropout",
+    "embedding",
+    "embedding_grad",
+    "embedding_tables",
+    "embedding_tables_grad",
+    "experts",
+    "experts_grad",
+    "float8_cast",
+    "float8_cast_both",
+    "float8_linear",
+    "float8_linear_grad_input",
+    "float8_linear_grad_weight",
+    "float8_scale",
+    "gated",
+    "gated_grad",
+    "group_norm",
+    "group_norm_grad",
+    "index",
+    "index_put",
+    "layer_norm",
+    "layer_norm_grad",
+    "linear",
+    "linear_grad_input",
+    "linear_grad_weight",
+    "max_pool",
+    "max_pool_grad",
+    "mergeable",
+    "rms_norm",
+    "rms_norm_grad",
+    "rotary",
+    "route_add",
+    "route_here",
+    "route_plan",
+    "uniform",
+    "upsample",
+    "upsample_grad",
+]
 
 CHUNK_ELEMENTS = 1 << 20
 
@@ -233,9 +286,11 @@ def ce_grad(
     out = torch.empty(flat.shape, dtype=logits.dtype, device=logits.device)
     for rows in _row_chunks(*flat.shape):  # one expression: a chunk's temporaries die before the next one's exist
         out[rows] = (
-            (flat[rows].to(m.dtype) - top[rows]).exp_().mul_(scale[rows])
+            (flat[rows].to(m.dtype) - top[rows])
+            .exp_()
+            .mul_(scale[rows])
             .scatter_add_(-1, local[rows].unsqueeze(-1), hit[rows])
-        )  # fmt: skip
+        )
     return out.view(logits.shape)
 
 

@@ -33,12 +33,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "BatchNorm", "COMPILED", "FakeTensor", "OpOverload", "TorchDispatchMode", "assert_async", "call_within",
-    "fake_mode", "functions_applied_by", "global_hook", "has_kernel", "in_backward", "is_composite", "is_fake",
-    "is_region", "lazy_module", "lazy_modules", "recording_graph", "run_function", "scaled_mm", "scripts_by_op",
+    "BatchNorm",
+    "COMPILED",
+    "FakeTensor",
+    "OpOverload",
+    "TorchDispatchMode",
+    "assert_async",
+    "call_within",
+    "fake_mode",
+    "functions_applied_by",
+    "global_hook",
+    "has_kernel",
+    "in_backward",
+    "is_composite",
+    "is_fake",
+    "is_region",
+    "lazy_module",
+    "lazy_modules",
+    "recording_graph",
+    "run_function",
+    "scaled_mm",
+    "scripts_by_op",
     "storage_key",
-    "trace_ops", "trace_as", "traced_as", "tree_leaves", "tree_map_only",
-]  # fmt: skip
+    "trace_ops",
+    "trace_as",
+    "traced_as",
+    "tree_leaves",
+    "tree_map_only",
+]
 
 trace_ops = make_fx
 

@@ -16,10 +16,27 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "adaptive_avg_pool", "adaptive_avg_pool_grad", "adaptive_max_pool", "avg_pool", "avg_pool_grad", "bn_apply",
-    "bn_grad_affine", "bn_grad_input", "bn_rstd", "bn_running", "bn_squares", "bn_whole", "bn_whole_grad",
-    "conv", "conv_grad_input", "conv_grad_weight", "max_pool", "max_pool_grad", "upsample", "upsample_grad",
-]  # fmt: skip
+    "adaptive_avg_pool",
+    "adaptive_avg_pool_grad",
+    "adaptive_max_pool",
+    "avg_pool",
+    "avg_pool_grad",
+    "bn_apply",
+    "bn_grad_affine",
+    "bn_grad_input",
+    "bn_rstd",
+    "bn_running",
+    "bn_squares",
+    "bn_whole",
+    "bn_whole_grad",
+    "conv",
+    "conv_grad_input",
+    "conv_grad_weight",
+    "max_pool",
+    "max_pool_grad",
+    "upsample",
+    "upsample_grad",
+]
 
 aten = torch.ops.aten
 Ints = Sequence[int]
@@ -31,18 +48,32 @@ def _shaped(like: Tensor, shape: Ints) -> Tensor:
 
 
 def conv(
-    x: Tensor, w: Tensor, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, transposed: bool,
-    output_padding: Ints, groups: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    transposed: bool,
+    output_padding: Ints,
+    groups: int,
+) -> Tensor:
     """y[b, n, ...] = x[b, k, ...] * w (+ bias); w: [n, k / groups, ...], or [k, n / groups, ...] when transposed."""
     x, w = x.contiguous(), w.contiguous()
     return aten.convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups).contiguous()
 
 
 def conv_grad_input(
-    g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, transposed: bool,
-    output_padding: Ints, groups: int,
-) -> Tensor:  # fmt: skip
+    g: Tensor,
+    w: Tensor,
+    size: Ints,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    transposed: bool,
+    output_padding: Ints,
+    groups: int,
+) -> Tensor:
     """The gradient of `conv` in x: [b, n, ...] -> [b, k, *size]."""
     channels = w.shape[0] if transposed else w.shape[1] * groups
     x = _shaped(g, (g.shape[0], channels, *size))
@@ -51,9 +82,16 @@ def conv_grad_input(
 
 
 def conv_grad_weight(
-    g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, transposed: bool,
-    output_padding: Ints, groups: int,
-) -> Tensor:  # fmt: skip
+    g: Tensor,
+    x: Tensor,
+    size: Ints,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    transposed: bool,
+    output_padding: Ints,
+    groups: int,
+) -> Tensor:
     """The gradient of `conv` in w, summed over the batch; `size` is the window's."""
     first, second = (x.shape[1], g.shape[1]) if transposed else (g.shape[1], x.shape[1])
     w = _shaped(g, (first, second // groups, *size))
@@ -91,9 +129,15 @@ def avg_pool(
 
 
 def avg_pool_grad(
-    g: Tensor, size: Ints, window: Ints, stride: Ints, padding: Ints, ceil_mode: bool, count_padding: bool,
+    g: Tensor,
+    size: Ints,
+    window: Ints,
+    stride: Ints,
+    padding: Ints,
+    ceil_mode: bool,
+    count_padding: bool,
     divisor: int | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gradient of `avg_pool` in x: [..., *size]."""
     x = _shaped(g, (*g.shape[: g.dim() - len(size)], *size))
     function = getattr(aten, f"avg_pool{len(window)}d_backward").default
@@ -187,9 +231,16 @@ def bn_grad_input(
 
 
 def bn_whole(
-    x: Tensor, w: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    added: Tensor | None, momentum: float, eps: float, relu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    added: Tensor | None,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Batch norm of all samples: `bn_apply`, plus `added`, through a relu; mean and rstd; running statistics after it.
 
     The parts one after another: with the same bits.

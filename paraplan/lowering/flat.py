@@ -198,9 +198,7 @@ class _Walk:
     def _op(self, name: str, instr: int, reads: list[int], makes: list[int], writes: list[int], workspace: int) -> None:
         backward = self.program.steps[self.index].phase is ActionKind.B
         there = tuple(sorted(set(reads) - set(makes)))
-        self.ops.append(
-            FlatOp(name, self.index, instr, there, tuple(makes), tuple(writes), workspace, True, backward)
-        )  # fmt: skip
+        self.ops.append(FlatOp(name, self.index, instr, there, tuple(makes), tuple(writes), workspace, True, backward))
         self.actions.append(run(len(self.ops) - 1))
 
     def _call(self, step: Step) -> None:
@@ -227,9 +225,14 @@ class _Walk:
             held[block.owners[name]].names -= 1
 
     def _instr(
-        self, step: Step, block: BlockStorages, instr: Instr, index: int, held: dict[str, _Storage],
+        self,
+        step: Step,
+        block: BlockStorages,
+        instr: Instr,
+        index: int,
+        held: dict[str, _Storage],
         names: dict[str, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         where = f"step {self.index} ({step.action}), block {step.block}[{index}]: {instr.target}"
         if instr.kind is not InstrKind.OP:
             raise InvalidPlanError(
@@ -280,10 +283,19 @@ class _Walk:
         number = {storage: place for place, storage in enumerate(tensors)}
         once = frozenset(self._not_again(alive))
         ops = tuple(
-            FlatOp(op.name, op.step, op.instr, op.reads, op.makes, op.writes, op.workspace_bytes, index not in once,
-                   op.backward)
+            FlatOp(
+                op.name,
+                op.step,
+                op.instr,
+                op.reads,
+                op.makes,
+                op.writes,
+                op.workspace_bytes,
+                index not in once,
+                op.backward,
+            )
             for index, op in enumerate(self.ops)
-        )  # fmt: skip
+        )
         storages = tuple(
             FlatStorage(s.nbytes, s.maker, s.number in alive, number.get(s.number, -1)) for s in self.storages
         )
@@ -294,9 +306,17 @@ class _Walk:
         base_bytes = self.program.optimizer_bytes + sum(self.storages[storage].nbytes for storage in fixed)
         actions = tuple(a if a.act.value == "R" else free(number[a.index]) for a in self.actions)
         return FlatProgram(
-            ops, storages, values, tensors, tuple(self.names), tuple(self.read), self.given, dict(self.outer),
-            base_bytes, actions,
-        )  # fmt: skip
+            ops,
+            storages,
+            values,
+            tensors,
+            tuple(self.names),
+            tuple(self.read),
+            self.given,
+            dict(self.outer),
+            base_bytes,
+            actions,
+        )
 
     def _not_again(self, alive: set[int]) -> Iterator[int]:
         """Ops that must not be executed twice: also what makes a thing left behind, lest it be made after an update."""

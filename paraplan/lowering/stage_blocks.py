@@ -228,7 +228,7 @@ class PlanBlocks:
 
     def message(
         self, name: str, spec: TensorSpec, layout: Layout, source: int, target: int, wanted: Layout | None = None
-    ) -> Message:  # fmt: skip
+    ) -> Message:
         """A message of a value that lies in some extended layout.
 
         Args:
@@ -268,14 +268,17 @@ class PlanBlocks:
             ) from None
         m = plan.num_shares if index < self.micro.tail else 1
         return KindContext(
-            num_microbatches=m, mesh_shape=held.mesh.shape, inputs=inputs,
+            num_microbatches=m,
+            mesh_shape=held.mesh.shape,
+            inputs=inputs,
             params=tuple(parse_layout(p.stored) for p in params),
             param_grads=tuple(parse_layout(p.grad) for p in params),
             grad_dtypes=self._grad_dtypes(route.groups[stage], index),
-            reduce_dtype=self.reduce_dtype, grouped=plan.group > 1 and index < self.micro.tail,
+            reduce_dtype=self.reduce_dtype,
+            grouped=plan.group > 1 and index < self.micro.tail,
             fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
             rows=tuple(map(self._rows, segment.inputs)) if m < plan.num_shares else (),
-        )  # fmt: skip
+        )
 
     def _grad_dtypes(self, group: int, index: int) -> tuple[str, ...]:
         """The dtype of an accumulator where, of one microbatch, that begins with a segment's gradient; what is added

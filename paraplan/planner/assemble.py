@@ -81,10 +81,14 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     layouts = {name: lay for cls, lay in zip(classes, decisions.params, strict=True) for name in cls.params}
     choices, chosen = _choices(program, decisions)
     stage = Stage(
-        first=0, stop=len(program.segments), mesh=decisions.mesh, choices=choices,
-        segment_choice=chosen, batch=decisions.batch,
+        first=0,
+        stop=len(program.segments),
+        mesh=decisions.mesh,
+        choices=choices,
+        segment_choice=chosen,
+        batch=decisions.batch,
         params={name: layouts[name] for name in program.params if name in layouts},
-    )  # fmt: skip
+    )
     kinds, micro = job.cluster.device_kinds(), program_micro(program, decisions.num_microbatches)
     schedule = split_classes(
         accumulate(
@@ -95,12 +99,21 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         tuple(kinds[device] for device in decisions.mesh.devices),
     )
     return Plan(
-        made_with=job.versions, model=job.model, program=program, cluster=job.cluster,
-        num_microbatches=decisions.num_microbatches, optimizer=job.optimizer, bundle_bytes=decisions.bundle_bytes,
-        stages=(stage,), schedule=schedule, profile=job.profile, compiled=job.compiled,
-        reduce_dtype=job.reduce_dtype, sum_products=job.sum_products,
+        made_with=job.versions,
+        model=job.model,
+        program=program,
+        cluster=job.cluster,
+        num_microbatches=decisions.num_microbatches,
+        optimizer=job.optimizer,
+        bundle_bytes=decisions.bundle_bytes,
+        stages=(stage,),
+        schedule=schedule,
+        profile=job.profile,
+        compiled=job.compiled,
+        reduce_dtype=job.reduce_dtype,
+        sum_products=job.sum_products,
         notes=(*_notes(program), *_routing(program, choices), *_apart(program), *_once(micro)),
-    )  # fmt: skip
+    )
 
 
 def _routing(program: Program, choices: tuple[KindChoice, ...]) -> tuple[str, ...]:

@@ -32,8 +32,11 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
     scope += AT_EVERY_USE * held + IN_EACH_PHASE * joined + MEASURED_APART * apart
     certificate = Certificate(
-        status=best.status, objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope,
+        status=best.status,
+        objective_s=best.objective_s,
+        bound_s=bound_s,
+        bound_scope=scope,
         gap=(step_s - bound_s) / step_s,
-    )  # fmt: skip
+    )
     prediction = predict(best.plan, lower(best.plan), best.simulation)
     return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)

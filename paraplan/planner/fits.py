@@ -47,9 +47,12 @@ _NEAR = 200
 
 
 def search_room(
-    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
+    job: Job,
+    constraints: Constraints,
+    time_limit_s: float = 60.0,
+    progress: Progress = lambda text: None,
     certify: bool = True,
-) -> BestPlan:  # fmt: skip
+) -> BestPlan:
     """The fastest plan found for which allocators have room.
 
     Args:
@@ -101,7 +104,7 @@ def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: P
 
 def _for_fewer(
     job: Job, constraints: Constraints, tries: list[BestPlan], deadline: Deadline, progress: Progress
-) -> BestPlan:  # fmt: skip
+) -> BestPlan:
     """A plan that allocators have room for, of searches for fewer bytes."""
     budget = device_budget(job.cluster, constraints)
     why: NoPlanError | None = None
@@ -174,9 +177,12 @@ def _last_of(tries: Sequence[BestPlan]) -> BestPlan:
         step_s = _predicted(plan).step_s
         bound_s = min(first.certificate.bound_s, step_s)
         certificate = Certificate(
-            status="feasible", objective_s=plan.certificate.objective_s, bound_s=bound_s,
-            bound_scope=first.certificate.bound_scope, gap=(step_s - bound_s) / step_s,
-        )  # fmt: skip
+            status="feasible",
+            objective_s=plan.certificate.objective_s,
+            bound_s=bound_s,
+            bound_scope=first.certificate.bound_scope,
+            gap=(step_s - bound_s) / step_s,
+        )
         note = (
             f"of the fastest plan by the bytes alive ({_predicted(first).step_s:.4g} s) "
             f"{say_size(needed_bytes(first))} would be reserved, of this one {say_size(needed_bytes(plan))}"

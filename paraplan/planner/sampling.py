@@ -80,10 +80,13 @@ def random_plan(
         first = micro.values[f"batch:{name}"]
         batch[name] = layout_text(_random_layout(rng, entry.spec.shape, shape, first, m, partial=False))
     decisions = Decisions(
-        mesh=mesh, num_microbatches=count, ops=tuple(ops),
-        input_grads=_input_grads(rng, program, shape, m, micro.values), params=_params(rng, program, shape),
+        mesh=mesh,
+        num_microbatches=count,
+        ops=tuple(ops),
+        input_grads=_input_grads(rng, program, shape, m, micro.values),
+        params=_params(rng, program, shape),
         batch=batch,
-    )  # fmt: skip
+    )
     share = rng.choice((0.0, 0.0, 0.3, 1.0))
     fates = [
         [{name: RECOMPUTE for name in recomputable(kind) if rng.random() < share} for _ in range(2)]

@@ -71,9 +71,12 @@ class BestPlan:
 
 @seldom_collected()
 def search(
-    job: Job, constraints: Constraints, time_limit_s: float = 60.0, progress: Progress = lambda text: None,
+    job: Job,
+    constraints: Constraints,
+    time_limit_s: float = 60.0,
+    progress: Progress = lambda text: None,
     certify: bool = True,
-) -> BestPlan:  # fmt: skip
+) -> BestPlan:
     """The fastest plan that fits.
 
     Args:
@@ -175,9 +178,13 @@ def _pipeline(job: Job, constraints: Constraints, deadline: Deadline, progress: 
 
 
 def _pipelines(
-    counts: Sequence[int], tried: list[int], constraints: Constraints, planned: Callable[[Constraints], Plan],
-    progress: Progress, deadline: Deadline,
-) -> list[Plan]:  # fmt: skip
+    counts: Sequence[int],
+    tried: list[int],
+    constraints: Constraints,
+    planned: Callable[[Constraints], Plan],
+    progress: Progress,
+    deadline: Deadline,
+) -> list[Plan]:
     """Pipelines of other counts than the usual one, which has none; `tried` is told which."""
 
     def found(count: int) -> list[Plan]:
@@ -193,9 +200,13 @@ def _pipelines(
 
 
 def _sharding(
-    job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None, deadline: Deadline,
+    job: Job,
+    constraints: Constraints,
+    kept_bytes: float | None,
+    mesh: Mesh | None,
+    deadline: Deadline,
     progress: Progress,
-) -> Decisions:  # fmt: skip
+) -> Decisions:
     """The sharding of a pipeline's stages; where the mesh is not known, on that of the fastest plan of one stage."""
     if mesh is None:
         mesh, *more = candidate_meshes(job, constraints)
@@ -208,9 +219,14 @@ def _sharding(
 
 
 def _on_mesh(
-    job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits,
-    failures: list[Failure], progress: Progress, cutoff_s: float,
-) -> list[Candidate] | Skipped:  # fmt: skip
+    job: Job,
+    mesh: Mesh,
+    constraints: Constraints,
+    limits: SolveLimits,
+    failures: list[Failure],
+    progress: Progress,
+    cutoff_s: float,
+) -> list[Candidate] | Skipped:
     """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster, and there is
     time."""
     found: list[Candidate] = []
@@ -237,9 +253,14 @@ def _on_mesh(
 
 
 def _with_other_counts(
-    job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, failures: list[Failure], progress: Progress,
+    job: Job,
+    mesh: Mesh,
+    constraints: Constraints,
+    limits: SolveLimits,
+    failures: list[Failure],
+    progress: Progress,
     deadline: Deadline,
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """Plans for a mesh that has none in the usual numbers of microbatches, in others."""
     if [each for each in failures if each.mesh == mesh][-1].whatever_count:
         return []
@@ -287,9 +308,14 @@ class _Clock:
 
 
 def _solve(
-    job: Job, mesh: Mesh, count: int, constraints: Constraints, clock: _Clock,
-    failures: list[Failure], cutoff_s: float,
-) -> list[Candidate] | Skipped:  # fmt: skip
+    job: Job,
+    mesh: Mesh,
+    count: int,
+    constraints: Constraints,
+    clock: _Clock,
+    failures: list[Failure],
+    cutoff_s: float,
+) -> list[Candidate] | Skipped:
     """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
     so by kinds, and on one device one that does so op by op. Where parameters may leave the device, plans of which they
     do come beside those of which only states do, so that allowing more is never worse; gradients wait elsewhere than

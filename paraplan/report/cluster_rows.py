@@ -56,12 +56,16 @@ def catalog_rows() -> tuple[CatalogRow, ...]:
     """Every device of the catalog, in its order."""
     return tuple(
         CatalogRow(
-            name=name, memory_bytes=entry.device.memory_bytes, memory_bytes_per_s=entry.device.memory_bytes_per_s,
-            flops_per_s=entry.device.flops_per_s, in_node_bytes_per_s=entry.in_node.bytes_per_s,
-            between_nodes_bytes_per_s=entry.between_nodes.bytes_per_s, source=entry.device.source,
+            name=name,
+            memory_bytes=entry.device.memory_bytes,
+            memory_bytes_per_s=entry.device.memory_bytes_per_s,
+            flops_per_s=entry.device.flops_per_s,
+            in_node_bytes_per_s=entry.in_node.bytes_per_s,
+            between_nodes_bytes_per_s=entry.between_nodes.bytes_per_s,
+            source=entry.device.source,
         )
         for name, entry in CATALOG.items()
-    )  # fmt: skip
+    )
 
 
 def cluster_tables(cluster: ClusterSpec) -> ClusterTables:
@@ -77,7 +81,7 @@ def cluster_tables(cluster: ClusterSpec) -> ClusterTables:
         ),
         network=(_link_row("between groups", shared),) if several and shared is not None else (),
         total=tuple(_total(cluster)),
-    )  # fmt: skip
+    )
 
 
 def _count(number: int, what: str) -> str:

@@ -65,12 +65,18 @@ def explain(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation)
     times, collectives = time_breakdown(programs[busiest], simulation.traces[busiest], plan_costs(plan)[busiest])
     stage = plan.stages[0]
     return Explanation(
-        title=f"{plan.model.display} on {plan.cluster.name}", facts=facts(plan), verdict=verdict(plan, simulation),
+        title=f"{plan.model.display} on {plan.cluster.name}",
+        facts=facts(plan),
+        verdict=verdict(plan, simulation),
         kinds=tuple(kind_rows(plan.program, each) for each in plan.stages),
         batch=tuple((name, layout_words(parse_layout(text), stage.mesh)) for name, text in stage.batch.items()),
-        times=times, collectives=collectives, memory=class_told(plan, programs, simulation, fullest),
-        memory_bytes=device_memory(plan), trace=simulation.traces[busiest], notes=plan.notes,
-    )  # fmt: skip
+        times=times,
+        collectives=collectives,
+        memory=class_told(plan, programs, simulation, fullest),
+        memory_bytes=device_memory(plan),
+        trace=simulation.traces[busiest],
+        notes=plan.notes,
+    )
 
 
 HELD = "; weights cast once a step and held"
@@ -94,7 +100,7 @@ def facts(plan: Plan) -> tuple[Fact, ...]:
         ("schedule", f"{plan.schedule.name}, {micro}"),
         ("parameters", "; ".join(dict.fromkeys(layer_words(plan)))),
         ("activations", _activation_words(plan)),
-    )  # fmt: skip
+    )
 
 
 def _summed_in(plan: Plan) -> str:

@@ -42,18 +42,22 @@ def html_fragment(told: Explanation) -> str:
     """The plan for a notebook cell or the body of a page."""
     kinds = "".join(_stage(index, rows, len(told.kinds)) for index, rows in enumerate(told.kinds))
     notes = "".join(f"<li>{escape(note)}</li>" for note in told.notes)
-    return "".join((
-        f'<div class="pp"><style>{_STYLE}</style><h3>{escape(told.title)}</h3>', _cards(told.verdict),
-        _facts((*told.facts, *((f"batch {name}", words) for name, words in told.batch), *_rest(told.verdict))),
-        f"<h4>Timeline of the busiest rank</h4>{timeline_svg(told.trace)}{_KEY}",
-        f"<h4>Memory over the step</h4>{memory_svg(told.trace, told.memory_bytes)}",
-        f'<div class="two"><div><h4>Where compute time goes</h4>{_times(told)}</div>',
-        f"<div><h4>Memory at the peak</h4>{_memory(told)}</div></div>",
-        f"<details><summary><b>Largest tensors at the peak</b> ({escape(told.memory.running)})</summary>"
-        f"{_largest(told)}</details>",
-        f"<h4>Communication per step and rank</h4>{_collectives(told)}<h4>Layouts</h4>{kinds}",
-        f"<h4>Notes</h4><ul>{notes}</ul>" if notes else "", "</div>",
-    ))  # fmt: skip
+    return "".join(
+        (
+            f'<div class="pp"><style>{_STYLE}</style><h3>{escape(told.title)}</h3>',
+            _cards(told.verdict),
+            _facts((*told.facts, *((f"batch {name}", words) for name, words in told.batch), *_rest(told.verdict))),
+            f"<h4>Timeline of the busiest rank</h4>{timeline_svg(told.trace)}{_KEY}",
+            f"<h4>Memory over the step</h4>{memory_svg(told.trace, told.memory_bytes)}",
+            f'<div class="two"><div><h4>Where compute time goes</h4>{_times(told)}</div>',
+            f"<div><h4>Memory at the peak</h4>{_memory(told)}</div></div>",
+            f"<details><summary><b>Largest tensors at the peak</b> ({escape(told.memory.running)})</summary>"
+            f"{_largest(told)}</details>",
+            f"<h4>Communication per step and rank</h4>{_collectives(told)}<h4>Layouts</h4>{kinds}",
+            f"<h4>Notes</h4><ul>{notes}</ul>" if notes else "",
+            "</div>",
+        )
+    )
 
 
 def html_page(told: Explanation) -> str:
@@ -117,12 +121,16 @@ def _memory(told: Explanation) -> str:
 def _largest(told: Explanation) -> str:
     rows = (
         (
-            f"<code>{escape(row.name)}</code>{_soft(row.of)}", str(row.count), show_bytes(row.nbytes),
-            f"{' x '.join(map(str, row.shape))} {row.dtype}{_soft(row.layout)}", escape(row.what),
-            f"{escape(row.made_by)}{_soft(row.source)}", f"{escape(row.read_by)}{_soft(row.read_source)}",
+            f"<code>{escape(row.name)}</code>{_soft(row.of)}",
+            str(row.count),
+            show_bytes(row.nbytes),
+            f"{' x '.join(map(str, row.shape))} {row.dtype}{_soft(row.layout)}",
+            escape(row.what),
+            f"{escape(row.made_by)}{_soft(row.source)}",
+            f"{escape(row.read_by)}{_soft(row.read_source)}",
         )
         for row in told.memory.largest
-    )  # fmt: skip
+    )
     return _table(("tensor", "#count", "#bytes each", "shape", "what for", "made by", "read next by"), rows)
 
 

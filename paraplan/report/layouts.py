@@ -179,23 +179,34 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
         held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.resting), stage.mesh.shape))
         rows.append(
             ParamRow(
-                name=generic_name(names[0]) if len(names) > 1 else names[0], count=len(names), shape=spec.shape,
-                nbytes=len(names) * held.nbytes, words=param_words(layouts, used.get(local), stage.mesh),
-                stored=layouts.stored, grad=layouts.grad, state=layouts.state,
+                name=generic_name(names[0]) if len(names) > 1 else names[0],
+                count=len(names),
+                shape=spec.shape,
+                nbytes=len(names) * held.nbytes,
+                words=param_words(layouts, used.get(local), stage.mesh),
+                stored=layouts.stored,
+                grad=layouts.grad,
+                state=layouts.state,
             )
-        )  # fmt: skip
+        )
     outputs = tuple(
         f"{kind.graph.values[name]} {layout_words(made[name], stage.mesh)}" for name in kind.outputs if name in made
-    )  # fmt: skip
+    )
     if stage.stop - stage.first < len(program.segments):  # of a pipeline
         rows = [msgspec.structs.replace(row, words=row.words.replace(_WHOLE, f"{_WHOLE} of its stage")) for row in rows]
     label = _label(tuple(row.name for row in rows)) or ", ".join(
         dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3])
     )
     return KindRow(
-        name=kind.name, label=label, instances=len(segments), params=tuple(rows), outputs=outputs,
-        recomputed=_recomputed(kind, choice), away=_away(kind, choice), chunks=_chunks(kind, choice),
-    )  # fmt: skip
+        name=kind.name,
+        label=label,
+        instances=len(segments),
+        params=tuple(rows),
+        outputs=outputs,
+        recomputed=_recomputed(kind, choice),
+        away=_away(kind, choice),
+        chunks=_chunks(kind, choice),
+    )
 
 
 def _recomputed(kind: SegmentKind, choice: KindChoice) -> str:

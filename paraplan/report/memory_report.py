@@ -23,10 +23,13 @@ from paraplan.ir.struct import Value
 from paraplan.report.layouts import generic_name, kind_rows, layout_words, made_layouts
 
 _STEPS = {
-    StepKind.ACCUMULATE: "gradient accumulation", StepKind.UPDATE: "the optimizer's update",
-    StepKind.SEND: "sent to another stage", StepKind.RECV: "received from another stage",
-    StepKind.AWAIT: "wait for a message", StepKind.UPDATED: "wait for the host's update",
-}  # fmt: skip
+    StepKind.ACCUMULATE: "gradient accumulation",
+    StepKind.UPDATE: "the optimizer's update",
+    StepKind.SEND: "sent to another stage",
+    StepKind.RECV: "received from another stage",
+    StepKind.AWAIT: "wait for a message",
+    StepKind.UPDATED: "wait for the host's update",
+}
 _BETWEEN = "values between steps"
 _OUTPUTS = {BytesRole.BOUNDARY: "output", BytesRole.BOUNDARY_GRADIENTS: "gradient of the input"}
 
@@ -140,12 +143,21 @@ def class_told(
     running, source = words.running(peak)
     tiers = sorted({row.tier for row in peak.roles} - {""})
     return MemoryTold(
-        ranks=ranks, peak_bytes=peak.nbytes, memory_bytes=device.memory_bytes, at_s=peak.at_s,
-        running=running, source=source, parts=words.parts(peak.roles, ""),
-        tiers={tier: words.parts(peak.roles, tier) for tier in tiers}, tier_peak_bytes=trace.tier_peak_bytes,
-        largest=words.largest(peak, largest), count=len(peak.tensors),
-        rounding_bytes=peak.rounding_bytes, curve=curve(trace), step_s=trace.step_s,
-    )  # fmt: skip
+        ranks=ranks,
+        peak_bytes=peak.nbytes,
+        memory_bytes=device.memory_bytes,
+        at_s=peak.at_s,
+        running=running,
+        source=source,
+        parts=words.parts(peak.roles, ""),
+        tiers={tier: words.parts(peak.roles, tier) for tier in tiers},
+        tier_peak_bytes=trace.tier_peak_bytes,
+        largest=words.largest(peak, largest),
+        count=len(peak.tensors),
+        rounding_bytes=peak.rounding_bytes,
+        curve=curve(trace),
+        step_s=trace.step_s,
+    )
 
 
 def curve(trace: RankTrace, stretches: int = CURVE) -> tuple[int, ...]:
@@ -211,11 +223,21 @@ class _Words:
         read_by, read_source = ("", "") if each.reader is None else self._place(each.reader)
         name = self._name(each)
         return TensorRow(
-            name=generic_name(name) if len(group) > 1 else name, count=len(group), what=each.role.value,
-            of=self._of(group), tier=each.tier, nbytes=each.nbytes,
-            dtype=each.dtype, shape=each.shape, layout=self._layout(each), made_by=made_by, source=source,
-            read_by=read_by, read_source=read_source, reads_now=each.reader == now,
-        )  # fmt: skip
+            name=generic_name(name) if len(group) > 1 else name,
+            count=len(group),
+            what=each.role.value,
+            of=self._of(group),
+            tier=each.tier,
+            nbytes=each.nbytes,
+            dtype=each.dtype,
+            shape=each.shape,
+            layout=self._layout(each),
+            made_by=made_by,
+            source=source,
+            read_by=read_by,
+            read_source=read_source,
+            reads_now=each.reader == now,
+        )
 
     def _place(self, place: tuple[int, int]) -> tuple[str, str]:
         """An instruction's op in words, and the user's line."""

@@ -33,14 +33,23 @@ def _spans(process: int, trace: RankTrace) -> list[Event]:
     }
     events = [_named("thread_name", process, index, stream) for stream, index in threads.items()]
     for span in trace.spans:
-        events.append({
-            "ph": "X", "name": span.label, "cat": span.phase, "pid": process, "tid": threads[span.stream],
-            "ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6,
-            "args": {
-                "action": span.action, "segment": span.segment, "microbatch": span.microbatch,
-                "busy_us": span.busy_s * 1e6,
-            },
-        })  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "name": span.label,
+                "cat": span.phase,
+                "pid": process,
+                "tid": threads[span.stream],
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "args": {
+                    "action": span.action,
+                    "segment": span.segment,
+                    "microbatch": span.microbatch,
+                    "busy_us": span.busy_s * 1e6,
+                },
+            }
+        )
     return events
 
 

@@ -44,10 +44,16 @@ def merge_spans(spans: Sequence[Span], total_s: float) -> list[Span]:
         last = merged[-1] if merged else None
         if last is not None and last.phase == span.phase and span.start_s - last.end_s < grain:
             merged[-1] = Span(
-                stream=last.stream, start_s=last.start_s, end_s=span.end_s, label=f"{last.phase} ...",
+                stream=last.stream,
+                start_s=last.start_s,
+                end_s=span.end_s,
+                label=f"{last.phase} ...",
                 action=last.action,
-                segment=-1, microbatch=last.microbatch, phase=last.phase, busy_s=last.busy_s + span.busy_s,
-            )  # fmt: skip
+                segment=-1,
+                microbatch=last.microbatch,
+                phase=last.phase,
+                busy_s=last.busy_s + span.busy_s,
+            )
         else:
             merged.append(span)
     return merged

@@ -19,7 +19,24 @@ from paraplan.rules.layers import (
 from paraplan.rules.tensors import creation, indexing, matmul, pointwise, reductions, sorting, views
 
 __all__ = [
-    "OpDef", "OpDims", "attention", "batch_norm", "convolution", "creation", "elementwise", "experts", "float8",
-    "indexing", "known_targets", "lookup", "matmul", "norms", "op_def", "pointwise", "pooling",
-    "reductions", "sorting", "views",
-]  # fmt: skip
+    "OpDef",
+    "OpDims",
+    "attention",
+    "batch_norm",
+    "convolution",
+    "creation",
+    "elementwise",
+    "experts",
+    "float8",
+    "indexing",
+    "known_targets",
+    "lookup",
+    "matmul",
+    "norms",
+    "op_def",
+    "pointwise",
+    "pooling",
+    "reductions",
+    "sorting",
+    "views",
+]

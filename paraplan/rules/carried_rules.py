@@ -20,9 +20,13 @@ def definition_of(op: Op) -> OpDef | None:
 def _definition(rule: OpRule) -> OpDef:
     def dims(op: Op, inputs: Specs, outputs: tuple[TensorSpec | None, ...]) -> OpDims:
         return OpDims(
-            inputs=rule.inputs, outputs=rule.outputs, sizes=dict(rule.sizes), contracted=dict(rule.contracted),
-            linear=rule.linear, addends=rule.addends,
-        )  # fmt: skip
+            inputs=rule.inputs,
+            outputs=rule.outputs,
+            sizes=dict(rule.sizes),
+            contracted=dict(rule.contracted),
+            linear=rule.linear,
+            addends=rule.addends,
+        )
 
     def workspace(inputs: Sequence[LocalValue], outputs: object, args: tuple[Arg, ...]) -> int:
         shares = rule.shares(tuple(value.shape for value in inputs))
@@ -59,9 +63,12 @@ def _at(op: Op, path: ArgPath) -> Arg:
 
 
 def local_args(
-    rule: OpRule, args: tuple[Arg, ...], kwargs: dict[str, Arg], layouts: tuple[Layout, ...],
+    rule: OpRule,
+    args: tuple[Arg, ...],
+    kwargs: dict[str, Arg],
+    layouts: tuple[Layout, ...],
     mesh_shape: tuple[int, ...],
-) -> tuple[tuple[Arg, ...], dict[str, Arg]]:  # fmt: skip
+) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
     """Arguments with every size of a sharded letter divided by its number of shards, inputs lying in `layouts`."""
     for letter, paths in rule.size_args.items():
         parts = _parts(rule, letter, layouts, mesh_shape)

@@ -78,9 +78,14 @@ def target_of(op: str) -> str:
 
 
 def parse(
-    op: str, text: str, contracted: Mapping[str, str], linear: Sequence[int | Sequence[int]], addends: Sequence[int],
-    whole: Sequence[str], size_args: Mapping[str, str | Sequence[str]],
-) -> Annotation:  # fmt: skip
+    op: str,
+    text: str,
+    contracted: Mapping[str, str],
+    linear: Sequence[int | Sequence[int]],
+    addends: Sequence[int],
+    whole: Sequence[str],
+    size_args: Mapping[str, str | Sequence[str]],
+) -> Annotation:
     """A rule from its line.
 
     Raises:
@@ -98,9 +103,7 @@ def parse(
     inputs, outputs = (tuple(_term(term, fail) for term in side.split(",")) for side in sides)
     groups = tuple((group,) if isinstance(group, int) else tuple(group) for group in linear)
     sized = {letter: (names,) if isinstance(names, str) else tuple(names) for letter, names in size_args.items()}
-    found = Annotation(
-        target, text, inputs, outputs, dict(contracted), groups, tuple(addends), frozenset(whole), sized
-    )  # fmt: skip
+    found = Annotation(target, text, inputs, outputs, dict(contracted), groups, tuple(addends), frozenset(whole), sized)
     _check(found, fail)
     return found
 

@@ -71,9 +71,15 @@ def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
     return replicated(inputs, outputs) if definition is None else definition.dims(op, inputs, outputs)
 
 
-def op_strategies(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, ...], micro: AxisChoice | None = None,
-                  num_microbatches: int = 1, only: AxisKeys = (),
-                  reduced: bool = True) -> tuple[Strategy, ...]:  # fmt: skip
+def op_strategies(
+    op: Op,
+    values: dict[str, TensorSpec],
+    mesh_shape: tuple[int, ...],
+    micro: AxisChoice | None = None,
+    num_microbatches: int = 1,
+    only: AxisKeys = (),
+    reduced: bool = True,
+) -> tuple[Strategy, ...]:
     """All legal strategies of an op.
 
     Args:
@@ -185,8 +191,14 @@ class _Shardable:
         return self.known[key]
 
 
-def strategy_named(op: Op, values: dict[str, TensorSpec], mesh_shape: tuple[int, ...], key: str,
-                   micro: AxisChoice | None = None, num_microbatches: int = 1) -> Strategy | None:  # fmt: skip
+def strategy_named(
+    op: Op,
+    values: dict[str, TensorSpec],
+    mesh_shape: tuple[int, ...],
+    key: str,
+    micro: AxisChoice | None = None,
+    num_microbatches: int = 1,
+) -> Strategy | None:
     """The legal strategy with a key, found without listing the others; None where there is none."""
     parts = key.split("|")
     if mesh_shape and len(parts) != len(mesh_shape):
@@ -318,9 +330,12 @@ class GraphKey:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, GraphKey) and self.graph is other.graph and self.mesh_shape == other.mesh_shape
-            and self.micro == other.micro and self.num_microbatches == other.num_microbatches
-        )  # fmt: skip
+            isinstance(other, GraphKey)
+            and self.graph is other.graph
+            and self.mesh_shape == other.mesh_shape
+            and self.micro == other.micro
+            and self.num_microbatches == other.num_microbatches
+        )
 
 
 def kept_whole(op: Op) -> bool:

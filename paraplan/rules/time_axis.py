@@ -174,8 +174,9 @@ def _refuse_rows(kind: SegmentKind, segment: Segment, found: KindMicro, m: int) 
         if grad is not None and isinstance(found.placements[grad], Shard):
             raise MixedSamples(
                 f"{kind.name}: parameter {name!r} has a slice for every sample, so the batch cannot be split into {m} "
-                "microbatches; use 1 microbatch", f"parameter {name!r}",
-            )  # fmt: skip
+                "microbatches; use 1 microbatch",
+                f"parameter {name!r}",
+            )
     for name, grad in zip(kind.inputs, kind.input_grads, strict=True):
         if grad is None or not isinstance(found.placements[name], Shard):
             continue
@@ -225,9 +226,13 @@ def splittable(program: Program, num_microbatches: int) -> bool:
 
 
 def _kind_micro(
-    kind: SegmentKind, given: dict[str, Placement], duals: dict[str, str], m: int, in_space: bool,
+    kind: SegmentKind,
+    given: dict[str, Placement],
+    duals: dict[str, str],
+    m: int,
+    in_space: bool,
     wanted: Mapping[str, Placement],
-) -> KindMicro:  # fmt: skip
+) -> KindMicro:
     """`graph_micro` of a kind; where an op of its backward is not linear, of the backward as the linear whole it is."""
     try:
         return graph_micro(kind.graph, given, duals, m, kind.name, in_space, wanted)
@@ -241,9 +246,15 @@ def _kind_micro(
 
 
 def graph_micro(
-    graph: Graph, given: dict[str, Placement], duals: dict[str, str], m: int, where: str, in_space: bool = False,
-    wanted: Mapping[str, Placement] | None = None, linear: bool = False,
-) -> KindMicro:  # fmt: skip
+    graph: Graph,
+    given: dict[str, Placement],
+    duals: dict[str, str],
+    m: int,
+    where: str,
+    in_space: bool = False,
+    wanted: Mapping[str, Placement] | None = None,
+    linear: bool = False,
+) -> KindMicro:
     """What a graph's ops and values do along the microbatch axis.
 
     Args:

@@ -31,9 +31,13 @@ class ShardedBatch(dict[str, Tensor]):
 
 
 def shard_batch(
-    plan: Plan, stage: Holding, coordinates: Dims, batch: Mapping[str, Tensor], device: str = "cpu",
+    plan: Plan,
+    stage: Holding,
+    coordinates: Dims,
+    batch: Mapping[str, Tensor],
+    device: str = "cpu",
     padding: RowPadding | None = None,
-) -> ShardedBatch:  # fmt: skip
+) -> ShardedBatch:
     """Cut a global batch; one with fewer rows is padded first, where that changes nothing (see `ragged`).
 
     Args:
@@ -146,9 +150,13 @@ def _check_shapes(plan: Plan, batch: Mapping[str, Tensor]) -> None:
 
 
 def microbatches(
-    plan: Plan, stage: Holding, batch: ShardedBatch, outer: Container[Name], device: str = "cpu",
+    plan: Plan,
+    stage: Holding,
+    batch: ShardedBatch,
+    outer: Container[Name],
+    device: str = "cpu",
     homes: Mapping[Name, Tensor] | None = None,
-) -> dict[Name, Tensor]:  # fmt: skip
+) -> dict[Name, Tensor]:
     """Microbatches by outer name, each with storage of its own on the device, of those a program reads (`outer`).
 
     Those with a home are copied there. Copies to CUDA are begun and not waited for.

@@ -93,9 +93,13 @@ class BucketTrainer:
         return iter(loader)
 
     def optimizer(
-        self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
-        params: GroupMaker | None = None, **options: Any,
-    ) -> torch.optim.Optimizer:  # fmt: skip
+        self,
+        cls: type[torch.optim.Optimizer],
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        params: GroupMaker | None = None,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
         """`Trainer.optimizer` over the shared shards."""
         made = self.trainers[0].optimizer(cls, groups=groups, params=params, after=self._finish, **options)
         for trainer in self.trainers[1:]:

@@ -54,9 +54,16 @@ class FittedModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, plan: Any, step: FittedStep, fixed: Mapping[str, Any], returns: Returned,
-        casts: torch.dtype | None, remake: Callable[..., FittedModule], reads: Reads | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        plan: Any,
+        step: FittedStep,
+        fixed: Mapping[str, Any],
+        returns: Returned,
+        casts: torch.dtype | None,
+        remake: Callable[..., FittedModule],
+        reads: Reads | None = None,
+    ) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set

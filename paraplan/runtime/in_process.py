@@ -47,13 +47,24 @@ class InProcessTrainer(TrainerCore):
     transport: InProcessTransport
 
     def __init__(
-        self, plan: Plan, programs: Sequence[RankProgram], modules: Sequence[Modules], model: nn.Module, seed: int = 0,
-        build: Build | None = None, weights: str | Path | None = None, device: str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        programs: Sequence[RankProgram],
+        modules: Sequence[Modules],
+        model: nn.Module,
+        seed: int = 0,
+        build: Build | None = None,
+        weights: str | Path | None = None,
+        device: str = "cpu",
+    ) -> None:
         transport, executors = make_executors(
-            [holding.mesh for holding in holdings(plan)], programs, plan.schedule.rank_class, modules,
-            source_lines(plan.program), device,
-        )  # fmt: skip
+            [holding.mesh for holding in holdings(plan)],
+            programs,
+            plan.schedule.rank_class,
+            modules,
+            source_lines(plan.program),
+            device,
+        )
         values = values_of(plan.program, model, weights, seed)
         super().__init__(plan, transport, executors, model, values, seed, device, build, record=True)
 
@@ -129,9 +140,14 @@ class InProcessTrainer(TrainerCore):
         return self.ranks[rank].executor.account.ledger.tier_peak_bytes
 
     def apply_optimizer(
-        self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
-        params: GroupMaker | None = None, scaler: Scaler | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        cls: type[torch.optim.Optimizer],
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        params: GroupMaker | None = None,
+        scaler: Scaler | None = None,
+        **options: Any,
+    ) -> None:
         """Update with the last step's gradients (the optimizers are made on the first call), then finish the step.
 
         With a scaler, an update that finds an infinite gradient is skipped.

@@ -76,13 +76,25 @@ class Trainer(TrainingStates):
         replayed: its steps as graphs; None where they run kernel by kernel.
     """
 
-    def __init__(
-        self, plan: Plan, programs: Sequence[RankProgram], modules: Modules, model: nn.Module,
-        transport: DistributedTransport, *, seed: int = 0, record: bool = False, compile_phases: Sequence[str] = (),
-        compile_backend: Backend = "inductor", compile_strict: bool = False,
-        build: Build | None = None, weights: str | Path | None = None,
-        share: Trainer | None = None, copier: Copier | None = None, reads: Reads | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(  # noqa: PLR0913
+        self,
+        plan: Plan,
+        programs: Sequence[RankProgram],
+        modules: Modules,
+        model: nn.Module,
+        transport: DistributedTransport,
+        *,
+        seed: int = 0,
+        record: bool = False,
+        compile_phases: Sequence[str] = (),
+        compile_backend: Backend = "inductor",
+        compile_strict: bool = False,
+        build: Build | None = None,
+        weights: str | Path | None = None,
+        share: Trainer | None = None,
+        copier: Copier | None = None,
+        reads: Reads | None = None,
+    ) -> None:
         self.rank = transport.rank
         self._timer: Timer | None = None
         self.replayed: ReplayedSteps | None = None
@@ -92,9 +104,14 @@ class Trainer(TrainingStates):
             copier = share.state.executor.copier
         copier = copier or Copier(transport.device, beside=True, rank=self.rank)
         executor = Executor(
-            program, modules, self.stage.mesh.coordinates(self.rank), transport, self.rank, source_lines(plan.program),
+            program,
+            modules,
+            self.stage.mesh.coordinates(self.rank),
+            transport,
+            self.rank,
+            source_lines(plan.program),
             copier=copier,
-        )  # fmt: skip
+        )
         values = values_of(plan.program, model, weights, seed) if share is None else share.state
         super().__init__(plan, transport, [executor], model, values, seed, transport.device, build, record, reads)
         self.state: Rank = self.ranks[0]
@@ -195,9 +212,14 @@ class Trainer(TrainingStates):
         return Ahead(self.cut, loader, on_this_device(device)) if device == "cuda" else map(self.cut, loader)
 
     def optimizer(
-        self, cls: type[torch.optim.Optimizer], *, groups: Sequence[Mapping[str, Any]] | None = None,
-        params: GroupMaker | None = None, after: Callable[[], None] | None = None, **options: Any,
-    ) -> torch.optim.Optimizer:  # fmt: skip
+        self,
+        cls: type[torch.optim.Optimizer],
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        params: GroupMaker | None = None,
+        after: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
         """The user's optimizer over this rank's shards.
 
         Under the plan's `delayed_update` its `step` takes the gradients the host is to update with away from their

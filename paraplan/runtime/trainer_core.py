@@ -76,10 +76,19 @@ class TrainerCore:
 
     transport: Transport
 
-    def __init__(
-        self, plan: Plan, transport: Transport, executors: Sequence[Executor], model: nn.Module, values: Values | Rank,
-        seed: int, device: str, build: Build | None, record: bool, reads: Reads | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(  # noqa: PLR0913
+        self,
+        plan: Plan,
+        transport: Transport,
+        executors: Sequence[Executor],
+        model: nn.Module,
+        values: Values | Rank,
+        seed: int,
+        device: str,
+        build: Build | None,
+        record: bool,
+        reads: Reads | None = None,
+    ) -> None:
         self.plan, self.transport, self.held, self.device, self.record = plan, transport, holdings(plan), device, record
         self.attributes = Attributes(plan, model, reads)
         self.ranks = tuple(Rank(plan, executor, values, seed, device) for executor in executors)
@@ -195,14 +204,24 @@ class TrainerCore:
     def _evaluator(self, here: Executor, key: tuple[str, ...]) -> Executor:
         program, modules = self._evaluations.get(key, self.plan.schedule.rank_class[here.rank])
         return Executor(
-            program, modules, here.coordinates, here.port, here.rank, source_lines(self.plan.program),
+            program,
+            modules,
+            here.coordinates,
+            here.port,
+            here.rank,
+            source_lines(self.plan.program),
             copier=here.copier,
-        )  # fmt: skip
+        )
 
     def _optimizer(
-        self, rank: Rank, cls: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]] | None,
-        params: GroupMaker | None, options: Mapping[str, Any], beside: bool,
-    ) -> tuple[torch.optim.Optimizer, Staging | None]:  # fmt: skip
+        self,
+        rank: Rank,
+        cls: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]] | None,
+        params: GroupMaker | None,
+        options: Mapping[str, Any],
+        beside: bool,
+    ) -> tuple[torch.optim.Optimizer, Staging | None]:
         """The user's optimizer over a rank's shards, and what brings states to it, if anything.
 
         Args:

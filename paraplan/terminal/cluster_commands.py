@@ -48,9 +48,13 @@ def list_devices(as_json: AsJson = False) -> None:
             for dtype in ("float32", "tf32", "bfloat16", "float8_e4m3fn")
         ]
         table.add_row(
-            row.name, bytes_text(row.memory_bytes), rate(row.memory_bytes_per_s), *found, rate(row.in_node_bytes_per_s),
+            row.name,
+            bytes_text(row.memory_bytes),
+            rate(row.memory_bytes_per_s),
+            *found,
+            rate(row.in_node_bytes_per_s),
             rate(row.between_nodes_bytes_per_s),
-        )  # fmt: skip
+        )
     console = out()
     console.print(table)
     console.print(

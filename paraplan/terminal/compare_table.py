@@ -53,12 +53,20 @@ def compare_json(found: Any) -> dict[str, Any]:
         if row.answer is not None:
             cost = row.answer.evaluation
             told |= {
-                "step_s": cost.step_s, "bound_s": row.answer.bound_s, "peak_bytes": cost.peak_bytes,
-                "recomputed_s": cost.recomputed_s, "moved_bytes": cost.moved_bytes, "waited_s": cost.waited_s,
-                "status": row.answer.status.value, "notes": list(row.answer.notes),
-            }  # fmt: skip
+                "step_s": cost.step_s,
+                "bound_s": row.answer.bound_s,
+                "peak_bytes": cost.peak_bytes,
+                "recomputed_s": cost.recomputed_s,
+                "moved_bytes": cost.moved_bytes,
+                "waited_s": cost.waited_s,
+                "status": row.answer.status.value,
+                "notes": list(row.answer.notes),
+            }
         rows.append(told)
     return {
-        "num_ops": found.num_ops, "step_s": found.step_s, "peak_bytes": found.peak_bytes,
-        "base_bytes": found.base_bytes, "rows": rows,
-    }  # fmt: skip
+        "num_ops": found.num_ops,
+        "step_s": found.step_s,
+        "peak_bytes": found.peak_bytes,
+        "base_bytes": found.base_bytes,
+        "rows": rows,
+    }

@@ -84,9 +84,13 @@ def _parts(parts: Sequence[PartRow], total: str) -> Table:
         table.add_column(head.lstrip(">"), justify="right" if number else "left", no_wrap=number or head == "what")
     for row in parts:
         table.add_row(
-            row.what, escape(row.of), str(row.count) if row.count > 1 else "", show_bytes(row.nbytes), str(row.nbytes),
+            row.what,
+            escape(row.of),
+            str(row.count) if row.count > 1 else "",
+            show_bytes(row.nbytes),
+            str(row.nbytes),
             show_share(row.nbytes, whole),
-        )  # fmt: skip
+        )
     table.add_row(f"[bold]{total}[/bold]", "", "", f"[bold]{show_bytes(whole)}[/bold]", f"[bold]{whole}[/bold]", "")
     return table
 
@@ -125,8 +129,10 @@ def _at(source: str) -> str:
 def _uncounted(told: MemoryTold) -> str:
     rounding = (
         f"CUDA's allocator adds {show_bytes(told.rounding_bytes)} by rounding these {told.count} tensors up to 512 "
-        "bytes each. " if told.rounding_bytes else ""
-    )  # fmt: skip
+        "bytes each. "
+        if told.rounding_bytes
+        else ""
+    )
     return (
         f"{rounding}Not in the peak: what the allocator rounds up or leaves in pieces, communication buffers, and the "
         "context; paraplan plan keeps room for them (--reserve)."

@@ -24,6 +24,7 @@ _PARTS = {
     "make_model": "paraplan.jobs.models",
     "hf_batch": "paraplan.jobs.models",
     "profile_program": "paraplan.jobs.measuring.profile_ops",
+    "CpuShare": "paraplan.jobs.measuring.profile_ops",
     "json_of": "paraplan.jobs.measuring.profile_ops",
     "measure_links": "paraplan.jobs.measuring.measure_links",
     "cluster_yaml": "paraplan.ir.machine.cluster_file",
@@ -47,9 +48,7 @@ class MeasuringOptions(Options, frozen=True, kw_only=True):
     """How ops are measured."""
 
     threads: Annotated[int, Option("Of a CPU process.")] = 1
-    processes: Annotated[int, Option(
-        "Of CPU, at work at once as in a step: they share the memory's bandwidth."
-    )] = 1  # fmt: skip
+    processes: Annotated[int, Option("Of CPU, at work at once as in a step: they share the memory's bandwidth.")] = 1
     again: Annotated[bool, Option("Measure what is known once more, and pool both.")] = False
 
 
@@ -82,9 +81,15 @@ def profile(
         tell(f"capturing {type(made.model).__name__}")
         program = _part("capture")(made.model, inputs, loss_fn=made.loss_fn, precision=job.precision)
         done = _part("profile_program")(
-            program, output, device=device, ways=devices, optimizer=job.optimizer, threads=how.threads,
-            processes=how.processes, again=how.again, tell=tell,
-        )  # fmt: skip
+            program,
+            output,
+            device=device,
+            ways=devices,
+            optimizer=job.optimizer,
+            cpu=_part("CpuShare")(how.threads, how.processes),
+            again=how.again,
+            tell=tell,
+        )
     _show(done, output)
     if as_json:
         print_json(_part("json_of")(done))
@@ -95,8 +100,9 @@ def _show(done: Any, output: Path) -> None:
     held = done.profile
     console.print(
         f"{done.measured} local ops measured, {done.known} known already; {output} has {len(held.ops)} of "
-        f"{held.device} ({held.name}), torch {held.torch}", highlight=False,
-    )  # fmt: skip
+        f"{held.device} ({held.name}), torch {held.torch}",
+        highlight=False,
+    )
     table = Table(title="interpolation, cross-validated", box=None, padding=(0, 2, 0, 0), title_justify="left")
     for column in ("class", "points", "median error", "9 of 10 below"):
         table.add_column(column)
@@ -135,15 +141,18 @@ def profile_links(
             f"{fit.median_error:.1%} in the median, {fit.worst_error:.1%} at most ({fit.points} points)"
             + (f"; takes {share:.0%} of a core" if (share := spec.groups[0].in_node.device_share) else ""),
             highlight=False,
-        )  # fmt: skip
+        )
     console.print(
         f"saved to {output}" + (f"; {found.collectives} times in {profile}" if profile else ""), highlight=False
     )
     if as_json:
-        print_json({
-            "cluster": json.loads(_part("to_json")(spec)), "collectives": found.collectives,
-            "links": {level: vars(fit) for level, fit in found.links.items()},
-        })  # fmt: skip
+        print_json(
+            {
+                "cluster": json.loads(_part("to_json")(spec)),
+                "collectives": found.collectives,
+                "links": {level: vars(fit) for level, fit in found.links.items()},
+            }
+        )
 
 
 def learn(

@@ -73,15 +73,22 @@ def run_json(result: Any) -> dict[str, Any]:
     """A run as the JSON object of `--json`."""
     errors = result.errors
     return {
-        "first_step": result.first_step, "loss": result.loss,
-        "max_rel_err_loss": errors and errors.loss, "max_rel_err_grad": errors and errors.grad,
-        "max_rel_err_param": errors and errors.param, "max_rel_err_eager": errors and errors.eager,
-        "eager_how": errors and errors.how, "check_failure": errors and errors.failure,
-        "predicted_peak_bytes": result.predicted_peak_bytes, "measured_peak_bytes": max(result.measured_peak_bytes),
-        "step_s": result.step_s, "measured_peak_bytes_per_rank": result.measured_peak_bytes,
+        "first_step": result.first_step,
+        "loss": result.loss,
+        "max_rel_err_loss": errors and errors.loss,
+        "max_rel_err_grad": errors and errors.grad,
+        "max_rel_err_param": errors and errors.param,
+        "max_rel_err_eager": errors and errors.eager,
+        "eager_how": errors and errors.how,
+        "check_failure": errors and errors.failure,
+        "predicted_peak_bytes": result.predicted_peak_bytes,
+        "measured_peak_bytes": max(result.measured_peak_bytes),
+        "step_s": result.step_s,
+        "measured_peak_bytes_per_rank": result.measured_peak_bytes,
         "compiled": result.compiled,
-        "entries_equal": result.entries_equal, "entries_difference": result.entries_difference,
-    }  # fmt: skip
+        "entries_equal": result.entries_equal,
+        "entries_difference": result.entries_difference,
+    }
 
 
 def run_table(plan: Plan, result: Any) -> Table:

@@ -116,10 +116,11 @@ def plan_chain(chain: Chain, budget_bytes: int, limits: Limits, strategy: str) -
             freeing(problem, ops),
             status=MemoryStatus.OPTIMAL if exact else MemoryStatus.FEASIBLE,
             notes=(
-                f"{len(chain)} blocks; " + ("optimal" if exact else f"optimal in slots of {table.unit} bytes")
+                f"{len(chain)} blocks; "
+                + ("optimal" if exact else f"optimal in slots of {table.unit} bytes")
                 + " among persistent schedules of these blocks",
             ),
-        )  # fmt: skip
+        )
         if fits(found, budget_bytes):
             return found
         least = min(found.evaluation.peak_bytes, least or found.evaluation.peak_bytes)

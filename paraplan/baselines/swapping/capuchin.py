@@ -72,8 +72,11 @@ class _Policy:
     def choose(self) -> bool:
         """Takes one candidate away at the peak; False where there is none."""
         at_peak = [g for g in self.left if g.after < self.peak_op < g.before]
-        swaps = [g for g in at_peak if self.tier and len(within_capacity(self.problem, [*self.swapped, g], self.tier))
-                 > len(self.swapped)]  # fmt: skip
+        swaps = [
+            g
+            for g in at_peak
+            if self.tier and len(within_capacity(self.problem, [*self.swapped, g], self.tier)) > len(self.swapped)
+        ]
         options: list[tuple[float, int, Gap, list[Gap]]] = []
         if swaps:
             swap = max(swaps, key=lambda g: (self.free_time_s(g), -g.tensor))

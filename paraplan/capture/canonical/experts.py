@@ -26,9 +26,17 @@ def _experts_grad_kernel(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _experts_grad_shape(
-    g: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: str, total: int,
-    e_start: int, train: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    g: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: str,
+    total: int,
+    e_start: int,
+    train: bool,
+) -> tuple[Tensor, ...]:
     inner = (w_in.new_empty(w_in.shape), w_out.new_empty(w_out.shape)) if train else (x.new_empty(0), x.new_empty(0))
     return (x.new_empty(x.shape), weights.new_empty(weights.shape), *inner)
 
@@ -71,9 +79,7 @@ class _Experts(torch.autograd.Function):
         need = ctx.needs_input_grad
         train = bool(need[3] or need[4])
         made = ops.experts_grad(grads[0], *ctx.saved_tensors, *ctx.rest, train)
-        gx, gw, g_in, g_out = (
-            grad if need[index] else None for grad, index in zip(made, (0, 2, 3, 4), strict=True)
-        )  # fmt: skip
+        gx, gw, g_in, g_out = (grad if need[index] else None for grad, index in zip(made, (0, 2, 3, 4), strict=True))
         return gx, None, gw, g_in, g_out, None, None
 
 

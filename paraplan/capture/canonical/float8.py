@@ -48,16 +48,13 @@ _TWO = "Tensor left_scale, Tensor right_scale, bool transposed) -> Tensor"
 define("float8_scale(Tensor x, ScalarType dtype) -> Tensor", float8_kernels.float8_scale, _scale)
 define("float8_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", float8_kernels.float8_cast, _cast)
 define(
-    "float8_cast_both(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor, Tensor)", float8_kernels.float8_cast_both,
+    "float8_cast_both(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor, Tensor)",
+    float8_kernels.float8_cast_both,
     _cast_both,
-)  # fmt: skip
+)
 define(f"float8_linear(Tensor x, Tensor w, {_TWO}", float8_kernels.float8_linear, _linear)
-define(
-    f"float8_linear_grad_input(Tensor g, Tensor w, {_TWO}", float8_kernels.float8_linear_grad_input, _grad_input
-)  # fmt: skip
-define(
-    f"float8_linear_grad_weight(Tensor g, Tensor x, {_TWO}", float8_kernels.float8_linear_grad_weight, _grad_weight
-)  # fmt: skip
+define(f"float8_linear_grad_input(Tensor g, Tensor w, {_TWO}", float8_kernels.float8_linear_grad_input, _grad_input)
+define(f"float8_linear_grad_weight(Tensor g, Tensor x, {_TWO}", float8_kernels.float8_linear_grad_weight, _grad_weight)
 ops = torch.ops.paraplan
 
 

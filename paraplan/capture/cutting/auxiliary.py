@@ -88,9 +88,12 @@ def read_asides(wanted: Mapping[str, Wanted]) -> dict[fx.Node, None]:
 
 
 def make_outputs(
-    forward: ForwardGraph, wanted: Mapping[str, Wanted], values: Mapping[fx.Node, str], params: set[str],
+    forward: ForwardGraph,
+    wanted: Mapping[str, Wanted],
+    values: Mapping[fx.Node, str],
+    params: set[str],
     mode: FakeTensorMode,
-) -> dict[str, Output]:  # fmt: skip
+) -> dict[str, Output]:
     """The outputs that can be computed.
 
     Args:

@@ -63,11 +63,18 @@ def make_kind(
     graph = own_results(written, own)
     kept = {node: local for node, local in zip(asides, aside_names, strict=True) if local in graph.values}
     kind = SegmentKind(
-        name=name, graph=graph, params=tuple(params), inputs=tuple(inputs), seeds=() if seed is None else (seed,),
+        name=name,
+        graph=graph,
+        params=tuple(params),
+        inputs=tuple(inputs),
+        seeds=() if seed is None else (seed,),
         outputs=tuple(str(name) for name in graph.outputs[: len(outputs)]),
-        tangents=tuple(tangents), input_grads=tuple(input_grads), param_grads=tuple(param_grads),
-        asides=tuple(kept.values()), own_backward=any(map(has_own_backward, piece.nodes)),
-    )  # fmt: skip
+        tangents=tuple(tangents),
+        input_grads=tuple(input_grads),
+        param_grads=tuple(param_grads),
+        asides=tuple(kept.values()),
+        own_backward=any(map(has_own_backward, piece.nodes)),
+    )
     return kind, tuple(kept)
 
 

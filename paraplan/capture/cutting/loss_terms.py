@@ -27,9 +27,11 @@ _SAME = frozenset({"view", "reshape", "squeeze", "unsqueeze", "alias", "sum", "m
 """Of one element, these are that element."""
 
 _FILLED: dict[str, Callable[[fx.Node], object]] = {
-    "zeros": lambda node: 0.0, "ones": lambda node: 1.0, "full": lambda node: node.args[1],
+    "zeros": lambda node: 0.0,
+    "ones": lambda node: 1.0,
+    "full": lambda node: node.args[1],
     "scalar_tensor": lambda node: node.args[0],
-}  # fmt: skip
+}
 """Scalars that are numbers."""
 
 
@@ -57,9 +59,13 @@ class _Addend(NamedTuple):
 
 
 def loss_terms(
-    loss: fx.Node, flows: dict[fx.Node, Flow], rewriter: Rewriter, dtype: torch.dtype, name: str = "",
+    loss: fx.Node,
+    flows: dict[fx.Node, Flow],
+    rewriter: Rewriter,
+    dtype: torch.dtype,
+    name: str = "",
     weight: float = 1.0,
-) -> list[LossFraction]:  # fmt: skip
+) -> list[LossFraction]:
     """Takes the loss apart; factors are moved into the numerators as new nodes.
 
     Args:
@@ -148,9 +154,13 @@ def _behind(node: fx.Node, rewriter: Rewriter) -> fx.Node:
 
 
 def _numerator(
-    addend: _Addend, factor: float, loss: fx.Node, order: Mapping[fx.Node, int], flows: dict[fx.Node, Flow],
+    addend: _Addend,
+    factor: float,
+    loss: fx.Node,
+    order: Mapping[fx.Node, int],
+    flows: dict[fx.Node, Flow],
     rewriter: Rewriter,
-) -> fx.Node:  # fmt: skip
+) -> fx.Node:
     """An addend times its factor as a node, placed where everything it reads is there."""
     if addend.numerator is None:
         made = rewriter.call(_behind(loss, rewriter), aten.full.default, [], factor, dtype=value_of(loss).dtype)

@@ -89,9 +89,10 @@ def make_piece(forward: ForwardGraph, main: Sequence[fx.Node]) -> Piece:
         if node not in order:
             need(node)
     outputs = [
-        node for node in main
+        node
+        for node in main
         if node in forward.roots or any(user not in own and forward.is_main(user) for user in node.users)
-    ]  # fmt: skip
+    ]
     return Piece(
         tuple(order), tuple(outside["param"]), tuple(outside["input"]), tuple(outside["constant"]), tuple(outputs)
     )

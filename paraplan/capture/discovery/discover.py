@@ -163,10 +163,14 @@ def _discover(probe: Probe) -> OpRule:
     reason = "" if not rule.is_whole else "running it in shards found no dim that can be sharded"
     lies, alias = facts
     return msgspec.structs.replace(
-        rule, lies=lies, alias_of=alias, storages=storages(real or small, named, lies),
-        workspace=workspace(small, named), reason=reason,
+        rule,
+        lies=lies,
+        alias_of=alias,
+        storages=storages(real or small, named, lies),
+        workspace=workspace(small, named),
+        reason=reason,
         source=UNKNOWN if reason else DISCOVERED,
-    )  # fmt: skip
+    )
 
 
 def _only_memory(probe: Probe, reason: str) -> OpRule:
@@ -232,8 +236,11 @@ def _rule_of(probe: Probe, bench: Bench, named: Sequence[tuple[str, Letter]], fo
 def unknown(probe: Probe, reason: str) -> OpRule:
     """The rule of an op nothing is known of: replicated, its results taken to be row-major and its own."""
     return OpRule(
-        source=UNKNOWN, reason=reason, shapes=tuple(probe.specs[value].shape for value in probe.occurrences),
+        source=UNKNOWN,
+        reason=reason,
+        shapes=tuple(probe.specs[value].shape for value in probe.occurrences),
         inputs=tuple((WHOLE,) * len(probe.specs[value].shape) for value in probe.occurrences),
         outputs=tuple(None if spec is None else (WHOLE,) * len(spec.shape) for spec in probe.outs),
-        lies=(ROWS,) * len(probe.outs), alias_of=(-1,) * len(probe.outs),
-    )  # fmt: skip
+        lies=(ROWS,) * len(probe.outs),
+        alias_of=(-1,) * len(probe.outs),
+    )

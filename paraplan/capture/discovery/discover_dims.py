@@ -221,10 +221,7 @@ def _arg_sets(bench: Bench, size: int) -> list[tuple[ArgPath, ...]]:
 def _addend_sets(bench: Bench, members: Members) -> list[tuple[int, ...]]:
     """Float values without the letter that may have to be added once: none, each, all."""
     inside = {value for value, _ in members}
-    floats = [
-        value for value, spec in enumerate(bench.probe.specs)
-        if value not in inside and spec.is_float
-    ]  # fmt: skip
+    floats = [value for value, spec in enumerate(bench.probe.specs) if value not in inside and spec.is_float]
     return [(), *((value,) for value in floats), *([tuple(floats)] if len(floats) > 1 else [])]
 
 
@@ -385,6 +382,4 @@ def real_parts(bench: Bench, letter: Letter) -> int:
 def still_legal(bench: Bench, letter: Letter, parts: int) -> bool:
     """Whether a letter found on small shapes is legal on these, in as few shards as `parts` allows."""
     sets = _try(bench, letter, [_least(parts)], bench.draws)
-    return sets is not None and all(
-        way is None or way in ways for way, ways in zip(letter.ways, sets, strict=True)
-    )  # fmt: skip
+    return sets is not None and all(way is None or way in ways for way, ways in zip(letter.ways, sets, strict=True))

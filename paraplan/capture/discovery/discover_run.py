@@ -71,9 +71,11 @@ def probe_of(op: Op, values: dict[str, TensorSpec], unread: frozenset[int] = fro
         return str(numbers[name])
 
     plain = Op(
-        target=op.target, args=tuple(map_refs(arg, rename) for arg in op.args),
-        kwargs={key: map_refs(arg, rename) for key, arg in op.kwargs.items()}, outs=(),
-    )  # fmt: skip
+        target=op.target,
+        args=tuple(map_refs(arg, rename) for arg in op.args),
+        kwargs={key: map_refs(arg, rename) for key, arg in op.kwargs.items()},
+        outs=(),
+    )
     outs = tuple(None if name is None else values[name] for name in op.outs)
     return Probe(
         plain, tuple(values[name] for name in numbers), tuple(numbers[name] for name in op.tensors), outs, unread

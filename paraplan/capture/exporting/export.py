@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -64,6 +64,25 @@ class _Returned:
         self.outputs: tuple[str, ...] = ()
 
 
+class Asked(NamedTuple):
+    """How a forward is called, and what of it is wanted.
+
+    loss_fn: (model output, batch) -> loss, or several.
+    choice: which of the scalars returned are trained on.
+    precision: what the forward computes in, or `DOUBLE`; its float inputs are cast to a half one.
+    positional: whether tensors are given in forward's order, and not by name.
+    others: arguments that are no tensors.
+    keep_outputs: whether what else the model returns is kept.
+    """
+
+    loss_fn: LossFn | None = None
+    choice: LossChoice = None
+    precision: str = "fp32"
+    positional: bool = False
+    others: Mapping[str, object] = {}
+    keep_outputs: bool = True
+
+
 class _WithLoss(nn.Module):
     """Calls the model on named tensors and returns its losses and, detached, what else it returned."""
 
@@ -71,19 +90,18 @@ class _WithLoss(nn.Module):
         self,
         model: nn.Module,
         names: tuple[str, ...],
-        positional: bool,
-        others: dict[str, object],
-        loss_fn: LossFn | None,
+        asked: Asked,
         choose: Callable[[object, _Returned, bool], list[Tensor]],
-        precision: str,
         reading: Reading,
         followed: Followed,
     ):
         super().__init__()
         self.model = model
-        self._names, self._positional, self._others = names, positional, others
-        self._loss_of = () if loss_fn is None else (loss_fn,)  # in a tuple, lest a module becomes part of the model
-        self._choose, self._precision, self._reading, self._followed = choose, precision, reading, followed
+        self._names, self._positional, self._others = names, asked.positional, dict(asked.others)
+        self._loss_of = (
+            () if asked.loss_fn is None else (asked.loss_fn,)
+        )  # in a tuple, lest a module becomes part of the model
+        self._choose, self._precision, self._reading, self._followed = choose, asked.precision, reading, followed
         self._switches, self._aliases = Switches(), Aliases(model)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
@@ -131,32 +149,25 @@ def _chooser(returned: _Returned, choice: LossChoice, keep_outputs: bool) -> Cal
 def export_loss(
     model: nn.Module,
     batch: dict[str, Tensor],
-    positional: bool,
-    others: dict[str, object],
-    loss_fn: LossFn | None,
     mode: FakeTensorMode,
-    choice: LossChoice = None,
-    keep_outputs: bool = True,
-    precision: str = "fp32",
+    asked: Asked,
     reading: Reading | None = None,
 ) -> Exported:
     """Exports the losses of a fake model on a fake batch, and its other outputs.
 
     Args:
-        model, batch, positional, others: the model and what it is called with.
-        loss_fn: (model output, batch) -> loss, or several.
+        model, batch: the model and the tensors it is called with.
         mode: the model's fake mode.
-        choice: which of the scalars returned are trained on.
-        keep_outputs: whether what else the model returns is kept.
-        precision: what the forward computes in, or `DOUBLE`; its float inputs are cast to a half one.
+        asked: how it is called, and what is wanted.
         reading: takes note of what is read of Python; made here if left out.
     Raises:
         CaptureError: the forward cannot be traced; names the user's line and the remedy.
     """
+    loss_fn, precision = asked.loss_fn, asked.precision
     reading = reading or Reading(model, loss_fn)
     returned, followed = _Returned(), Followed()
-    choose = _chooser(returned, choice, keep_outputs)
-    wrapped = _WithLoss(model, tuple(batch), positional, others, loss_fn, choose, precision, reading, followed)
+    choose = _chooser(returned, asked.choice, asked.keep_outputs)
+    wrapped = _WithLoss(model, tuple(batch), asked, choose, reading, followed)
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())
     with mode, narrow, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:

@@ -21,8 +21,12 @@ from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.kernels.torch_private import FakeTensorMode, tree_leaves
 
 PRECISIONS = {
-    "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
-}  # fmt: skip
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 
 
 DOUBLE = "double"
@@ -153,9 +157,10 @@ def as_computed(tensors: dict[str, Tensor], precision: str) -> dict[str, Tensor]
 def parameter_names(model: nn.Module, count: int) -> list[str]:
     """Names of so many positional arguments of a model's forward: its own, then "input2" and so on."""
     names = [
-        p.name for p in inspect.signature(model.forward).parameters.values()
+        p.name
+        for p in inspect.signature(model.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
+    ]
     return names + [f"input{index}" for index in range(len(names), count)]
 
 

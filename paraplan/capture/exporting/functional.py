@@ -21,14 +21,28 @@ aten = torch.ops.aten
 
 KEPT = frozenset(
     {
-        "aten.conv1d.default", "aten.conv2d.default", "aten.cross_entropy_loss.default", "aten.group_norm.default",
-        "aten.layer_norm.default", "aten.linear.default", "aten.matmul.default", "aten.max_pool2d.default",
-        "aten.adaptive_avg_pool2d.default", "aten.scaled_dot_product_attention.default", "aten.softmax.int",
-        "aten.contiguous.default", "aten.__and__.Tensor", "aten.pad.default", "aten.broadcast_tensors.default",
-        "aten.embedding_bag.padding_idx", "aten.conv_transpose2d.input", "aten.min.other", "aten.where.ScalarOther",
+        "aten.conv1d.default",
+        "aten.conv2d.default",
+        "aten.cross_entropy_loss.default",
+        "aten.group_norm.default",
+        "aten.layer_norm.default",
+        "aten.linear.default",
+        "aten.matmul.default",
+        "aten.max_pool2d.default",
+        "aten.adaptive_avg_pool2d.default",
+        "aten.scaled_dot_product_attention.default",
+        "aten.softmax.int",
+        "aten.contiguous.default",
+        "aten.__and__.Tensor",
+        "aten.pad.default",
+        "aten.broadcast_tensors.default",
+        "aten.embedding_bag.padding_idx",
+        "aten.conv_transpose2d.input",
+        "aten.min.other",
+        "aten.where.ScalarOther",
         "aten.upsample_bilinear2d.vec",
     }
-)  # fmt: skip
+)
 """Composite ops that decomposition keeps as they are, too (it drops `contiguous`, as cleaning does)."""
 
 
@@ -64,10 +78,12 @@ def _respellable(node: fx.Node) -> bool:
 
 _LEFT = frozenset(
     {
-        "aten.lift_fresh_copy.default", "aten.native_dropout.default", "aten.batch_norm.default",
+        "aten.lift_fresh_copy.default",
+        "aten.native_dropout.default",
+        "aten.batch_norm.default",
         "aten.native_batch_norm.default",
     }
-)  # fmt: skip
+)
 
 
 def _replace(node: fx.Node, value: fx.Node) -> None:

@@ -43,8 +43,9 @@ def eager_masks(batch_names: Collection[str]) -> Iterator[None]:
     interface = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
     layers = sys.modules.get("torch.nn.modules.transformer")
     patches: list[tuple[object, str, object]] = [
-        (masking, "is_torchdynamo_exporting", _never), (layers, "_detect_is_causal_mask", _causal_as_said)
-    ]  # fmt: skip
+        (masking, "is_torchdynamo_exporting", _never),
+        (layers, "_detect_is_causal_mask", _causal_as_said),
+    ]
     if "position_ids" not in batch_names:
         patches.append((masking, "find_packed_sequence_indices", _nothing))
     patches.append((interface, "get_interface", _experts))

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from paraplan.capture.canonical import experts  # noqa: F401  (defines torch.ops.paraplan.experts)
 
 _ACTIVATIONS = {
-    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELU": "gelu", "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
-}  # fmt: skip
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELU": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+}
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

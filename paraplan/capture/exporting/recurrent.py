@@ -42,9 +42,13 @@ def _plain_step(activation: Callable[[Tensor], Tensor]) -> Step:
 
 def _cell(step: Step, many: bool) -> Callable[..., object]:
     def cell(
-        x: Tensor, hx: Tensor | Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None,
+        x: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
         b_hh: Tensor | None = None,
-    ) -> object:  # fmt: skip
+    ) -> object:
         state = step(F.linear(x, w_ih, b_ih), tuple(hx) if many else (hx,), w_hh, b_hh)  # type: ignore[arg-type]
         return state if many else state[0]
 
@@ -69,10 +73,17 @@ def _direction(
 
 
 def _layers(step: Step, many: bool) -> Callable[..., tuple[Tensor, ...]]:
-    def layers(
-        x: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
-        dropout: float, train: bool, bidirectional: bool, batch_first: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    def layers(  # noqa: PLR0913
+        x: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
         found = x.transpose(0, 1) if batch_first else x
         ways = 2 if bidirectional else 1
         each = len(params) // (num_layers * ways)

@@ -8,8 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from paraplan.capture.cutting.outputs import LossChoice
-from paraplan.capture.exporting.export import Exported, LossFn, export_loss
+from paraplan.capture.exporting.export import Asked, Exported, export_loss
 from paraplan.capture.exporting.fake import fake_batch, fake_copy, traced_precision
 from paraplan.capture.exporting.shared_memory import refuse_shared_memory
 from paraplan.capture.python_state.aliases import names_of
@@ -50,32 +49,32 @@ class _Once(NamedTuple):
 
 
 def trace_model(
-    model: nn.Module, inputs: tuple[dict[str, Tensor], dict[str, object]], positional: bool, *,
-    loss_fn: LossFn | None, mode: FakeTensorMode, choice: LossChoice, keep_outputs: bool, precision: str,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    mode: FakeTensorMode,
+    asked: Asked,
     attributes: Sequence[Attribute],
-) -> Traced:  # fmt: skip
+) -> Traced:
     """Exports a fake copy of a model with its loss.
 
     Args:
         model: is not modified.
-        inputs: tensors of the batch by name, and other arguments.
-        positional, loss_fn, mode, choice, keep_outputs, precision: as for `export_loss`.
+        tensors: of the batch, by name.
+        mode, asked: as for `export_loss`.
         attributes: those of the model that are inputs.
     Raises:
         CaptureError: forward cannot be traced, or carries something from step to step outside of the graph.
     """
-    tensors, others = inputs
-    precision = traced_precision(model, precision)
-    batch = fake_batch(tensors | {each.name: each.value for each in attributes}, precision, mode)
+    precision = traced_precision(model, asked.precision)
+    asked = asked._replace(precision=precision)
+    batch = fake_batch(dict(tensors) | {each.name: each.value for each in attributes}, precision, mode)
 
     def once(changes: Sequence[Changed] = (), values: Mapping[int, object] = MappingProxyType({})) -> _Once:
         memo: dict[int, object] = {}
         copied = fake_copy(model, precision, mode, memo)
         with values_set(memo, changes, values):
-            reading = Reading(copied, loss_fn, memo, model, attributes)
-            exported = export_loss(
-                copied, batch, positional, others, loss_fn, mode, choice, keep_outputs, precision, reading
-            )  # fmt: skip
+            reading = Reading(copied, asked.loss_fn, memo, model, attributes)
+            exported = export_loss(copied, batch, mode, asked, reading)
         return _Once(copied, exported, reading)
 
     found = once()
@@ -83,7 +82,7 @@ def trace_model(
     refuse_shared_memory(model, read, found.exported.updates)
     changes = found.reading.changes
     refuse_carried(changes, found.outcome[0], lambda values: once(changes, values).outcome)
-    return Traced(found.copied, batch, found.exported, found.reading.reads(loss_fn, others, choice))
+    return Traced(found.copied, batch, found.exported, found.reading.reads(asked.loss_fn, asked.others, asked.choice))
 
 
 def blaming_attributes(captured: Callable[[tuple[Attribute, ...]], T], attributes: tuple[Attribute, ...]) -> T:

@@ -100,9 +100,7 @@ def refuse_carried(changes: Sequence[Changed], graph: str, again: Export) -> Non
         )
 
 
-def _is_steady(
-    changes: Sequence[Changed], carried: Mapping[int, Changed], graph: str, again: Export
-) -> bool:  # fmt: skip
+def _is_steady(changes: Sequence[Changed], carried: Mapping[int, Changed], graph: str, again: Export) -> bool:
     """Whether a second forward changes nothing more and makes the same graph."""
     if not all(is_plain(each.now) for each in changes):
         return False
@@ -157,9 +155,33 @@ class _Unusable:
 _COLLECTS = ("append", "appendleft", "extend", "insert", "add", "update", "clear")
 _COUNTS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _USES = (
-    "bool", "eq", "ne", "lt", "le", "gt", "ge", "hash", "int", "float", "index", "complex", "str", "repr", "format",
-    "len", "iter", "contains", "getitem", "neg", "pos", "abs", "round", "matmul", "rmatmul", "call",
-)  # fmt: skip
+    "bool",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "hash",
+    "int",
+    "float",
+    "index",
+    "complex",
+    "str",
+    "repr",
+    "format",
+    "len",
+    "iter",
+    "contains",
+    "getitem",
+    "neg",
+    "pos",
+    "abs",
+    "round",
+    "matmul",
+    "rmatmul",
+    "call",
+)
 
 
 def _count(self: _Unusable, *others: object) -> _Unusable:

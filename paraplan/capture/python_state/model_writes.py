@@ -27,10 +27,17 @@ MAX_ELEMENTS = 1 << 18
 _UNDER_NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
-def _instance_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-    use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
-) -> Tensor:  # fmt: skip
+def _instance_norm(  # noqa: PLR0913
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
     """Running statistics are averages over samples of each sample's own."""
     if not use_input_stats or mean is None or var is None:
         return NotImplemented
@@ -44,9 +51,15 @@ def _instance_norm(
 
 
 def _native_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool,
-    momentum: float, eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
     if not training or mean is None or var is None:
         return NotImplemented
     return aten._native_batch_norm_legit.default(x, weight, bias, mean, var, True, momentum, eps)  # type: ignore[no-any-return]
@@ -66,9 +79,7 @@ def refuse_lost_writes(program: ExportedProgram) -> None:
         CaptureError: there is one; names the line.
     """
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    trained = {
-        name for name, kind in kinds.items() if kind is InputKind.PARAMETER and _requires_grad(program, name)
-    }  # fmt: skip
+    trained = {name for name, kind in kinds.items() if kind is InputKind.PARAMETER and _requires_grad(program, name)}
     places = [node for node in program.graph_module.graph.nodes if node.op == "placeholder"]
     _look(program.graph_module, {node: node.name in trained for node in places}, set(places), True)
 
@@ -157,9 +168,10 @@ def refuse_hidden_writes(program: ExportedProgram) -> None:
         CaptureError: one writes it all the same.
     """
     stored = {
-        spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs
+        spec.arg.name: str(spec.target)
+        for spec in program.graph_signature.input_specs
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-    }  # fmt: skip
+    }
     names: dict[fx.Node, str] = {}
     seen: set[str] = set()
     for node in program.graph_module.graph.nodes:

@@ -86,9 +86,13 @@ class Reading:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: object, memo: Mapping[int, Any] | None = None,
-        source: nn.Module | None = None, attributes: Sequence[Attribute] = (),
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        loss_fn: object,
+        memo: Mapping[int, Any] | None = None,
+        source: nn.Module | None = None,
+        attributes: Sequence[Attribute] = (),
+    ) -> None:
         self.models = (model,) if source is None else (model, source)
         self.attributes = tuple(attributes)
         originals = {id(memo[id(each)]): each for each in (memo or {}).get(id(memo), ()) if id(each) in (memo or {})}
@@ -165,9 +169,7 @@ class Reading:
 
 
 @contextmanager
-def values_set(
-    memo: Mapping[int, Any], changes: Sequence[Changed], values: Mapping[int, object]
-) -> Iterator[None]:  # fmt: skip
+def values_set(memo: Mapping[int, Any], changes: Sequence[Changed], values: Mapping[int, object]) -> Iterator[None]:
     """Under it, attributes of a copy have other values, by the index of the change that names them; what was not copied
     (objects of the loss function) gets its own back."""
     undo: list[tuple[Any, str, tuple[Any, ...], object]] = []

@@ -101,9 +101,12 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, original: Callable[[object], object | None], loss_fn: object,
+        self,
+        model: nn.Module,
+        original: Callable[[object], object | None],
+        loss_fn: object,
         declared: frozenset[tuple[int, str]] = frozenset(),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.original, self.declared, self.loss_fn = model, original, declared, loss_fn
         self._shared: set[int] = set()
         self.active = False
@@ -278,9 +281,10 @@ class Recorder:
         self._changed = [
             each
             for each in self._seen.values()
-            if each is not None and (self.original(each.owner) is not None or id(each.owner) in self._shared)
+            if each is not None
+            and (self.original(each.owner) is not None or id(each.owner) in self._shared)
             and token(named(value_at(each.owner, each.name, each.item), self._names), tracing=True) != each.before
-        ]  # fmt: skip
+        ]
         return self._changed
 
     def _restore(self) -> None:

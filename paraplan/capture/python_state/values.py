@@ -41,9 +41,26 @@ class RegisteredTensor:
 
 
 PLAIN = (
-    bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, enum.Enum, slice, range, decimal.Decimal,
-    fractions.Fraction, datetime.date, datetime.timedelta, pathlib.PurePath, re.Pattern, RegisteredTensor,
-)  # fmt: skip
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    type(None),
+    torch.dtype,
+    enum.Enum,
+    slice,
+    range,
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.timedelta,
+    pathlib.PurePath,
+    re.Pattern,
+    RegisteredTensor,
+)
 _GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 """Data whose `repr` says all."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)

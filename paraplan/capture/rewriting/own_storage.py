@@ -32,9 +32,7 @@ def own_results(graph: Graph, own: Sequence[bool]) -> Graph:
         outputs[index], values[out] = out, values[name]
     if len(ops) == len(graph.ops):
         return graph
-    return Graph(
-        inputs=graph.inputs, outputs=tuple(outputs), values=values, ops=tuple(ops), sources=graph.sources
-    )  # fmt: skip
+    return Graph(inputs=graph.inputs, outputs=tuple(outputs), values=values, ops=tuple(ops), sources=graph.sources)
 
 
 def _is_view(op: Op) -> bool:

@@ -77,9 +77,15 @@ def _places(rewriter: Rewriter, node: fx.Node, size: Sequence[int], stride: Sequ
         start = first if not dim else 0
         jump = max(step, 1)
         steps = rewriter.call(
-            node, aten.arange.start_step, start, start + count * jump, jump, dtype=torch.int64,
-            device=torch.device("cpu"), pin_memory=False,
-        )  # fmt: skip
+            node,
+            aten.arange.start_step,
+            start,
+            start + count * jump,
+            jump,
+            dtype=torch.int64,
+            device=torch.device("cpu"),
+            pin_memory=False,
+        )
         column = rewriter.call(node, aten.reshape.default, steps, [-1, *(1 for _ in size[dim + 1 :])])
         found = column if found is None else rewriter.call(node, aten.add.Tensor, found, column)
     assert found is not None, "a write through as_strided has a dim"

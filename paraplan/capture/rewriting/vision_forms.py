@@ -250,10 +250,19 @@ def roll(writer: OpCollector, node: fx.Node) -> Names:
 
 
 _RESIZES = (
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-)  # fmt: skip
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
 
 VISION_FORMS = {
     "stack": stack,
@@ -272,10 +281,12 @@ VISION_FORMS = {
     **{f"{name}_backward": upsample_backward for name in _RESIZES},
     **dict.fromkeys(
         (
-            "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "_native_batch_norm_legit_functional",
             "_native_batch_norm_legit_no_training",
         ),
         batch_norm,
     ),
     "native_batch_norm_backward": batch_norm_backward,
-}  # fmt: skip
+}

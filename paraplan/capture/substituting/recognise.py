@@ -55,9 +55,11 @@ def _is_square(node: object, x: object) -> bool:
     if not isinstance(node, fx.Node):
         return False
     name = aten_name(node.target)
-    return (name == "pow" and node.args == (x, 2)) or (name == "mul" and node.args == (x, x)) or (
-        name == "square" and node.args == (x,)
-    )  # fmt: skip
+    return (
+        (name == "pow" and node.args == (x, 2))
+        or (name == "mul" and node.args == (x, x))
+        or (name == "square" and node.args == (x,))
+    )
 
 
 def _rms_norms(rewriter: Rewriter, rsqrt: fx.Node) -> None:

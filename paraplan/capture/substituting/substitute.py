@@ -128,10 +128,11 @@ def _batched_matmul(rewriter: Rewriter, node: fx.Node) -> fx.Node:
     """A product of matrices with several leading dims, broadcast first where they are."""
     batch = value_of(node).shape[:-2]
     operands = [
-        x if value_of(x).shape[:-2] == batch
+        x
+        if value_of(x).shape[:-2] == batch
         else rewriter.call(node, aten.expand.default, x, [*batch, *value_of(x).shape[-2:]])
         for x in node.args[:2]
-    ]  # fmt: skip
+    ]
     return rewriter.call(node, autograd.matmul, *operands)
 
 

@@ -71,7 +71,7 @@ def vector_norm(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | No
     dims = _dims(found.get("dim"), value_of(x).dim())  # type: ignore[arg-type]
     return rewriter.call(
         node, moments.vector_norm, x, order, dims, bool(found.get("keepdim", False)), found.get("dtype")
-    )  # fmt: skip
+    )
 
 
 def log_sum_exp(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
@@ -80,8 +80,12 @@ def log_sum_exp(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | No
     if not _is_plain(x):
         return None
     return rewriter.call(
-        node, moments.log_sum_exp, x, _dims(found["dim"], value_of(x).dim()), bool(found["keepdim"])  # type: ignore[arg-type]
-    )  # fmt: skip
+        node,
+        moments.log_sum_exp,
+        x,
+        _dims(found["dim"], value_of(x).dim()),
+        bool(found["keepdim"]),  # type: ignore[arg-type]
+    )
 
 
 def tables(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:

@@ -112,18 +112,29 @@ def axis_link(cluster: ClusterSpec, mesh: Mesh, axis: int) -> AxisLink:
     local = _slowest([kind.in_node for kind in kinds], share.in_node)
     if fewest == size:
         return AxisLink(
-            size=size, latency_s=local.latency_s, bytes_per_s=local.bytes_per_s, local_size=size,
-            local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s, start_s=share.collective_start_s,
+            size=size,
+            latency_s=local.latency_s,
+            bytes_per_s=local.bytes_per_s,
+            local_size=size,
+            local_latency_s=local.latency_s,
+            local_bytes_per_s=local.bytes_per_s,
+            start_s=share.collective_start_s,
             device_share=local.device_share,
-        )  # fmt: skip
+        )
     networks = [cluster.network(group) for group in members if cluster.span(group) == "between_nodes"]
     between = _slowest(networks, share.between_nodes)
     ports = fewest if next(iter(kinds)).device.backend == "cuda" else 1  # a ring through all of a node's ports
     return AxisLink(
-        size=size, latency_s=between.latency_s, bytes_per_s=between.bytes_per_s, level="between_nodes",
-        local_size=fewest, local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s,
-        start_s=share.collective_start_s, device_share=min(1.0, ports * between.device_share),
-    )  # fmt: skip
+        size=size,
+        latency_s=between.latency_s,
+        bytes_per_s=between.bytes_per_s,
+        level="between_nodes",
+        local_size=fewest,
+        local_latency_s=local.latency_s,
+        local_bytes_per_s=local.bytes_per_s,
+        start_s=share.collective_start_s,
+        device_share=min(1.0, ports * between.device_share),
+    )
 
 
 def _members(mesh: Mesh, axis: int) -> list[tuple[int, ...]]:
@@ -139,9 +150,10 @@ def _members(mesh: Mesh, axis: int) -> list[tuple[int, ...]]:
 
 def _slowest(links: list[Link], share: float) -> Link:
     return Link(
-        bytes_per_s=min(link.bytes_per_s for link in links) * share, latency_s=max(link.latency_s for link in links),
+        bytes_per_s=min(link.bytes_per_s for link in links) * share,
+        latency_s=max(link.latency_s for link in links),
         device_share=max(link.device_share for link in links),
-    )  # fmt: skip
+    )
 
 
 def _levels(axis: AxisLink) -> tuple[AxisLink, AxisLink]:

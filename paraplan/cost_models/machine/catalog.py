@@ -98,19 +98,26 @@ def mixed_cluster(parts: tuple[tuple[str, int, int], ...]) -> ClusterSpec:
     )
     slowest = min((entry.between_nodes for entry in entries), key=lambda link: link.bytes_per_s)
     between = Link(
-        bytes_per_s=slowest.bytes_per_s, latency_s=max(entry.between_nodes.latency_s for entry in entries),
+        bytes_per_s=slowest.bytes_per_s,
+        latency_s=max(entry.between_nodes.latency_s for entry in entries),
         source=f"the slowest group's network: {slowest.source}",
-    )  # fmt: skip
+    )
     return check_cluster(ClusterSpec(name=name, groups=groups, between_nodes=between))
 
 
 def _group(entry: CatalogEntry, devices_per_node: int, nodes: int) -> NodeGroup:
     return NodeGroup(
-        nodes=nodes, devices_per_node=devices_per_node, device=entry.device, in_node=entry.in_node, host=entry.host,
-        disk=entry.disk, host_memory_bytes=entry.host_memory_bytes_per_device * devices_per_node,
-        disk_bytes=_DISK_BYTES, host_memory_source=entry.host_memory_source,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        device=entry.device,
+        in_node=entry.in_node,
+        host=entry.host,
+        disk=entry.disk,
+        host_memory_bytes=entry.host_memory_bytes_per_device * devices_per_node,
+        disk_bytes=_DISK_BYTES,
+        host_memory_source=entry.host_memory_source,
         host_memory_bytes_per_s=entry.host_memory_bytes_per_s_per_device * devices_per_node,
-    )  # fmt: skip
+    )
 
 
 def _text(entry: CatalogEntry, devices_per_node: int, nodes: int) -> str:

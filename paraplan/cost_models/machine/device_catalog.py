@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from paraplan.cost_models.machine import link_catalog
+from paraplan.cost_models.machine.multiprocessors import channels, multiprocessors
 from paraplan.ir.machine.cluster import ClusterSpec, Device, Link
 from paraplan.ir.machine.reserves import cuda_reserves
 from paraplan.ir.struct import Value
@@ -53,9 +54,13 @@ class CatalogEntry(Value, frozen=True, kw_only=True):
 
 
 def _device(
-    kind: str, sheet: str, memory: tuple[float, str], bandwidth: tuple[float, str], rates: tuple[Row, ...],
+    kind: str,
+    sheet: str,
+    memory: tuple[float, str],
+    bandwidth: tuple[float, str],
+    rates: tuple[Row, ...],
     watts: tuple[float, float] = (1.0, 1.0),
-) -> Device:  # fmt: skip
+) -> Device:
     """A device of a data sheet.
 
     Args:
@@ -69,25 +74,20 @@ def _device(
     memory_bytes = int(memory[0] * _GIB)
     spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]
     return Device(
-        kind=kind, memory_bytes=memory_bytes, memory_bytes_per_s=bandwidth[0] * _T,
-        power_share=watts[0] / watts[1], multiprocessors=_multiprocessors(kind),
-        reserves=cuda_reserves(memory_bytes, *_channels(kind)),
-        flops_per_s={dtype: tera * _T for dtype, tera, _ in spelled}, source=sheet,
+        kind=kind,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=bandwidth[0] * _T,
+        power_share=watts[0] / watts[1],
+        multiprocessors=multiprocessors(kind),
+        reserves=cuda_reserves(memory_bytes, *channels(kind)),
+        flops_per_s={dtype: tera * _T for dtype, tera, _ in spelled},
+        source=sheet,
         sources={
             **{dtype: row for dtype, _, row in spelled},
             "memory_bytes": f"{memory[1]}; {memory[0]:g} GiB visible to a process",
             "memory_bytes_per_s": bandwidth[1],
         },
-    )  # fmt: skip
-
-
-def _multiprocessors(kind: str) -> int:
-    return _MULTIPROCESSORS.get(kind, 0) or _MULTIPROCESSORS[kind.partition("-")[0]]
-
-
-def _channels(kind: str) -> tuple[int, str]:
-    """Of a communicator within a node, and who says so."""
-    return _CHANNELS.get(kind) or _CHANNELS.get(kind.partition("-")[0]) or _NVLINK4
+    )
 
 
 def _dtypes(name: str) -> tuple[str, ...]:
@@ -104,76 +104,97 @@ _MI300X_SHEET = "AMD Instinct MI300X data sheet (2023)"
 _L40S_SHEET = "NVIDIA L40S data sheet (2023)"
 _ADA_SHEET = "NVIDIA Ada GPU architecture white paper V2.01, table of GeForce RTX 4090"
 
-_MULTIPROCESSORS = {
-    "V100": 80, "A100": 108, "H100": 132, "H200": 132, "B200": 148, "MI300X": 304, "L40S": 142, "RTX4090": 128,
-    "H100-PCIe": 114,
-}  # fmt: skip
-"""Streaming multiprocessors or compute units, from the architectures' white papers; of a kind by its first word."""
 
-_PCIE = (4, "two rings over PCIe, each twice: NCCL src/graph/connect.cc")
-_NVLINK2 = (12, "six NVLinks, each twice, as NCCL logs on 8 x V100")
-_NVLINK3 = (24, "twelve NVLinks, each twice, as NCCL logs on 8 x A100")
-_NVLINK4 = (32, "8 x H100: NVIDIA/nccl issue 1685")
-_CHANNELS = {
-    "V100": _NVLINK2, "A100": _NVLINK3, "L40S": _PCIE, "RTX4090": _PCIE, "A100-40-PCIe": _PCIE, "A100-80-PCIe": _PCIE,
-    "H100-PCIe": _PCIE,
-}  # fmt: skip
-"""By kind or its first word."""
 PORT_CHANNELS = 2
 """Of a communicator between nodes for every port it goes through: 16 in nodes of eight, as NCCL logs there."""
 
 _AMPERE: tuple[Row, ...] = (
-    ("float64", 19.5, "FP64 Tensor Core"), ("float32", 19.5, "FP32"), ("tf32", 156, "Tensor Float 32"),
-    ("half", 312, "BFLOAT16 / FP16 Tensor Core"), ("int8", 624, "INT8 Tensor Core"),
-)  # fmt: skip
+    ("float64", 19.5, "FP64 Tensor Core"),
+    ("float32", 19.5, "FP32"),
+    ("tf32", 156, "Tensor Float 32"),
+    ("half", 312, "BFLOAT16 / FP16 Tensor Core"),
+    ("int8", 624, "INT8 Tensor Core"),
+)
 _HOPPER: tuple[Row, ...] = (
-    ("float64", 67, "FP64 Tensor Core"), ("float32", 67, "FP32"), ("tf32", 494.7, "TF32 Tensor Core, dense"),
-    ("half", 989.4, "BFLOAT16 / FP16 Tensor Core, dense"), ("float8", 1978.9, "FP8 Tensor Core, dense"),
+    ("float64", 67, "FP64 Tensor Core"),
+    ("float32", 67, "FP32"),
+    ("tf32", 494.7, "TF32 Tensor Core, dense"),
+    ("half", 989.4, "BFLOAT16 / FP16 Tensor Core, dense"),
+    ("float8", 1978.9, "FP8 Tensor Core, dense"),
     ("int8", 1978.9, "INT8 Tensor Core, dense"),
-)  # fmt: skip
+)
 _HOPPER_PCIE: tuple[Row, ...] = (
-    ("float64", 51, "FP64 Tensor Core"), ("float32", 51, "FP32"), ("tf32", 378, "TF32 Tensor Core, dense"),
-    ("half", 756, "BFLOAT16 / FP16 Tensor Core, dense"), ("float8", 1513, "FP8 Tensor Core, dense"),
+    ("float64", 51, "FP64 Tensor Core"),
+    ("float32", 51, "FP32"),
+    ("tf32", 378, "TF32 Tensor Core, dense"),
+    ("half", 756, "BFLOAT16 / FP16 Tensor Core, dense"),
+    ("float8", 1513, "FP8 Tensor Core, dense"),
     ("int8", 1513, "INT8 Tensor Core, dense"),
-)  # fmt: skip
+)
 
 _V100_32 = _device(
-    "V100-32", _V100_SHEET, (31.7, "32 GB HBM2"), (0.9, "900 GB/s"),
+    "V100-32",
+    _V100_SHEET,
+    (31.7, "32 GB HBM2"),
+    (0.9, "900 GB/s"),
     (("float64", 7.8, "Double-Precision"), ("float32", 15.7, "Single-Precision"), ("float16", 125, "Deep Learning")),
-)  # fmt: skip
+)
 _B200 = _device(
-    "B200", _B200_SHEET, (178.0, "180 GB HBM3e"), (7.7, "7.7 TB/s"),
+    "B200",
+    _B200_SHEET,
+    (178.0, "180 GB HBM3e"),
+    (7.7, "7.7 TB/s"),
     (
-        ("float64", 37, "FP64 / FP64 Tensor Core"), ("float32", 75, "FP32"),
+        ("float64", 37, "FP64 / FP64 Tensor Core"),
+        ("float32", 75, "FP32"),
         ("tf32", 1100, "TF32 Tensor Core, half of the sparse 2.2 PFLOPS"),
         ("half", 2250, "FP16/BF16 Tensor Core, half of the sparse 4.5 PFLOPS"),
         ("float8", 4500, "FP8/FP6 Tensor Core, half of the sparse 9 PFLOPS"),
         ("int8", 4500, "INT8 Tensor Core, half of the sparse 9 POPS"),
     ),
-)  # fmt: skip
+)
 _MI300X = _device(
-    "MI300X", _MI300X_SHEET, (191.5, "192 GB HBM3"), (5.3, "5.3 TB/s"),
+    "MI300X",
+    _MI300X_SHEET,
+    (191.5, "192 GB HBM3"),
+    (5.3, "5.3 TB/s"),
     (
-        ("float64", 163.4, "FP64 matrix"), ("float32", 163.4, "FP32 matrix"), ("tf32", 653.7, "TF32 matrix"),
-        ("half", 1307.4, "FP16 / BF16 matrix"), ("float8", 2614.9, "FP8 matrix"), ("int8", 2614.9, "INT8 matrix"),
+        ("float64", 163.4, "FP64 matrix"),
+        ("float32", 163.4, "FP32 matrix"),
+        ("tf32", 653.7, "TF32 matrix"),
+        ("half", 1307.4, "FP16 / BF16 matrix"),
+        ("float8", 2614.9, "FP8 matrix"),
+        ("int8", 2614.9, "INT8 matrix"),
     ),
-)  # fmt: skip
+)
 _L40S = _device(
-    "L40S", _L40S_SHEET, (44.3, "48 GB GDDR6 with ECC"), (0.864, "864 GB/s"),
+    "L40S",
+    _L40S_SHEET,
+    (44.3, "48 GB GDDR6 with ECC"),
+    (0.864, "864 GB/s"),
     (
-        ("float64", 1.43, "FP32 / 64 (1:64 units: Ada white paper)"), ("float32", 91.6, "FP32"),
-        ("tf32", 183, "TF32 Tensor Core"), ("half", 362.05, "BFLOAT16 / FP16 Tensor Core"),
-        ("float8", 733, "FP8 Tensor Core"), ("int8", 733, "Peak INT8 Tensor"),
+        ("float64", 1.43, "FP32 / 64 (1:64 units: Ada white paper)"),
+        ("float32", 91.6, "FP32"),
+        ("tf32", 183, "TF32 Tensor Core"),
+        ("half", 362.05, "BFLOAT16 / FP16 Tensor Core"),
+        ("float8", 733, "FP8 Tensor Core"),
+        ("int8", 733, "Peak INT8 Tensor"),
     ),
-)  # fmt: skip
+)
 _RTX4090 = _device(
-    "RTX4090", _ADA_SHEET, (23.6, "24 GB GDDR6X"), (1.008, "1008 GB/s"),
+    "RTX4090",
+    _ADA_SHEET,
+    (23.6, "24 GB GDDR6X"),
+    (1.008, "1008 GB/s"),
     (
-        ("float64", 1.29, "Peak FP32 / 64 (1:64 units)"), ("float32", 82.6, "Peak FP32"),
-        ("tf32", 82.6, "Peak TF32 Tensor, dense"), ("half", 165.2, "Peak FP16/BF16 Tensor, FP32 accumulate, dense"),
-        ("float8", 330.3, "Peak FP8 Tensor, FP32 accumulate, dense"), ("int8", 660.6, "Peak INT8 Tensor, dense"),
+        ("float64", 1.29, "Peak FP32 / 64 (1:64 units)"),
+        ("float32", 82.6, "Peak FP32"),
+        ("tf32", 82.6, "Peak TF32 Tensor, dense"),
+        ("half", 165.2, "Peak FP16/BF16 Tensor, FP32 accumulate, dense"),
+        ("float8", 330.3, "Peak FP8 Tensor, FP32 accumulate, dense"),
+        ("int8", 660.6, "Peak INT8 Tensor, dense"),
     ),
-)  # fmt: skip
+)
 
 
 _DDR4 = (8 * 25.6e9 * 2 / 8, "DDR4-3200, 8 channels of 2 sockets (DGX A100) per 8 devices")
@@ -183,9 +204,15 @@ _EMERALD = (8 * 44.8e9 * 2 / 8, "DDR5-5600, 8 channels of 2 sockets (DGX B200) p
 
 
 def _nvidia(
-    device: Device, pcie: int, network: Link, *, nvlink: int = 0, host_gib: int = 128, in_node: Link | None = None,
+    device: Device,
+    pcie: int,
+    network: Link,
+    *,
+    nvlink: int = 0,
+    host_gib: int = 128,
+    in_node: Link | None = None,
     host_rate: tuple[float, str] | None = None,
-) -> CatalogEntry:  # fmt: skip
+) -> CatalogEntry:
     """An NVIDIA device; in its node over NVLink where it has a generation, else peer to peer over PCIe.
 
     A channel of NCCL's is a multiprocessor while a collective is under way.
@@ -193,14 +220,21 @@ def _nvidia(
     inside = in_node or (link_catalog.nvlink(nvlink) if nvlink else link_catalog.pcie_peer(pcie))
     inside, network = (
         msgspec.structs.replace(link, device_share=channels / device.multiprocessors)
-        for link, channels in ((inside, _channels(device.kind)[0]), (network, PORT_CHANNELS))
+        for link, channels in ((inside, channels(device.kind)[0]), (network, PORT_CHANNELS))
     )
     rate, source = host_rate or (_DDR5 if pcie >= 5 else _DDR4)
     return CatalogEntry(
-        device=device, vendor="NVIDIA", in_node=inside, between_nodes=network, host=link_catalog.pcie_host(pcie),
-        disk=link_catalog.local_disk(), host_memory_bytes_per_device=host_gib * _GIB, nvlink=nvlink,
-        host_memory_bytes_per_s_per_device=rate, host_memory_source=source,
-    )  # fmt: skip
+        device=device,
+        vendor="NVIDIA",
+        in_node=inside,
+        between_nodes=network,
+        host=link_catalog.pcie_host(pcie),
+        disk=link_catalog.local_disk(),
+        host_memory_bytes_per_device=host_gib * _GIB,
+        nvlink=nvlink,
+        host_memory_bytes_per_s_per_device=rate,
+        host_memory_source=source,
+    )
 
 
 def _cpu() -> CatalogEntry:
@@ -208,11 +242,16 @@ def _cpu() -> CatalogEntry:
     group = ClusterSpec.local(1).groups[0]
     assert group.disk is not None
     return CatalogEntry(
-        device=group.device, vendor="CPU", in_node=group.in_node, host=group.host, disk=group.disk,
+        device=group.device,
+        vendor="CPU",
+        in_node=group.in_node,
+        host=group.host,
+        disk=group.disk,
         between_nodes=link_catalog.ethernet(10, 1 / 8, "one 10 Gb/s port per 8 processes: assumed", rdma=False),
         host_memory_bytes_per_device=group.host_memory_bytes,
-        host_memory_bytes_per_s_per_device=group.host_memory_bytes_per_s, host_memory_source=group.host_memory_source,
-    )  # fmt: skip
+        host_memory_bytes_per_s_per_device=group.host_memory_bytes_per_s,
+        host_memory_source=group.host_memory_source,
+    )
 
 
 _HDR = link_catalog.infiniband("HDR", 1, "DGX A100: one port per GPU")
@@ -224,74 +263,108 @@ CATALOG: dict[str, CatalogEntry] = {
     entry.device.kind: entry
     for entry in (
         _nvidia(
-            _V100_32, 3, link_catalog.infiniband("EDR", 0.5, "DGX-1: 4 ports per 8 GPUs"), nvlink=2, host_gib=64,
+            _V100_32,
+            3,
+            link_catalog.infiniband("EDR", 0.5, "DGX-1: 4 ports per 8 GPUs"),
+            nvlink=2,
+            host_gib=64,
             host_rate=_BROADWELL,
         ),
         _nvidia(
             _device("A100-40", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
-            4, _HDR, nvlink=3,
+            4,
+            _HDR,
+            nvlink=3,
         ),
         _nvidia(
-            _device(
-                "A100-80", _A100_SHEET, (79.1, "80 GB HBM2e"), (2.039, "2,039 GB/s (SXM)"), _AMPERE
-            ),
-            4, _HDR, nvlink=3,
+            _device("A100-80", _A100_SHEET, (79.1, "80 GB HBM2e"), (2.039, "2,039 GB/s (SXM)"), _AMPERE),
+            4,
+            _HDR,
+            nvlink=3,
         ),
         _nvidia(
             _device("A100-40-PCIe", _A100_SHEET, (39.4, "40 GB HBM2"), (1.555, "1,555 GB/s"), _AMPERE),
-            4, _ONE_HDR,
+            4,
+            _ONE_HDR,
         ),
         _nvidia(
             _device(
-                "A100-80-PCIe", _A100_SHEET, (79.1, "80 GB HBM2e"), (1.935, "1,935 GB/s (PCIe)"), _AMPERE,
+                "A100-80-PCIe",
+                _A100_SHEET,
+                (79.1, "80 GB HBM2e"),
+                (1.935, "1,935 GB/s (PCIe)"),
+                _AMPERE,
             ),
-            4, _ONE_HDR,
+            4,
+            _ONE_HDR,
         ),
         _nvidia(
             _device(
-                "H100", _H100_SHEET, (79.1, "80 GB HBM3"), (3.35, "3.35 TB/s (SXM5)"), _HOPPER,
+                "H100",
+                _H100_SHEET,
+                (79.1, "80 GB HBM3"),
+                (3.35, "3.35 TB/s (SXM5)"),
+                _HOPPER,
                 watts=(700, HOPPER_WATTS),
             ),
-            5, _NDR, nvlink=4, host_gib=256,
+            5,
+            _NDR,
+            nvlink=4,
+            host_gib=256,
+        ),
+        _nvidia(
+            _device("H100-PCIe", _H100_SHEET, (79.1, "80 GB HBM2e"), (2.0, "2 TB/s (PCIe)"), _HOPPER_PCIE),
+            5,
+            _ONE_NDR,
+            host_gib=256,
         ),
         _nvidia(
             _device(
-                "H100-PCIe", _H100_SHEET, (79.1, "80 GB HBM2e"), (2.0, "2 TB/s (PCIe)"), _HOPPER_PCIE
-            ),
-            5, _ONE_NDR, host_gib=256,
-        ),
-        _nvidia(
-            _device(
-                "H100-HBM2e-96", f"{_H100_SHEET}: 700 W SXM5 rates; memory and its bandwidth: torchtitan's benchmark "
+                "H100-HBM2e-96",
+                f"{_H100_SHEET}: 700 W SXM5 rates; memory and its bandwidth: torchtitan's benchmark "
                 "pages (H100 96 GB HBM2e, 500 W)",
-                (94.9, "96 GB HBM2e"), (2.4, "2.4 TB/s, torchtitan's benchmark pages"), _HOPPER,
+                (94.9, "96 GB HBM2e"),
+                (2.4, "2.4 TB/s, torchtitan's benchmark pages"),
+                _HOPPER,
                 watts=(500, HOPPER_WATTS),
             ),
-            5, link_catalog.infiniband("NDR", 1, "400 Gb/s RDMA per GPU, torchtitan's benchmark pages"), nvlink=4,
+            5,
+            link_catalog.infiniband("NDR", 1, "400 Gb/s RDMA per GPU, torchtitan's benchmark pages"),
+            nvlink=4,
             host_gib=256,
         ),
         _nvidia(
             _device(
                 "H200", _H200_SHEET, (139.7, "141 GB HBM3e"), (4.8, "4.8 TB/s"), _HOPPER, watts=(700, HOPPER_WATTS)
             ),
-            5, _NDR, nvlink=4, host_gib=256,
+            5,
+            _NDR,
+            nvlink=4,
+            host_gib=256,
         ),
         _nvidia(_B200, 5, _NDR, nvlink=5, host_gib=256, host_rate=_EMERALD),
         CatalogEntry(
-            device=_MI300X, vendor="AMD", in_node=link_catalog.infinity_fabric(),
+            device=_MI300X,
+            vendor="AMD",
+            in_node=link_catalog.infinity_fabric(),
             between_nodes=link_catalog.ethernet(400, 1, "one NIC per GPU: the usual 8-GPU server"),
-            host=link_catalog.pcie_host(5), disk=link_catalog.local_disk(), host_memory_bytes_per_device=256 * _GIB,
+            host=link_catalog.pcie_host(5),
+            disk=link_catalog.local_disk(),
+            host_memory_bytes_per_device=256 * _GIB,
             host_memory_bytes_per_s_per_device=12 * 38.4e9 * 2 / 8,
             host_memory_source="DDR5-4800, 12 channels of 2 sockets per 8 devices: the usual server",
         ),
         _nvidia(_L40S, 4, link_catalog.ethernet(100, 1, "one port per GPU: assumed")),
         _nvidia(
-            _RTX4090, 4, link_catalog.ethernet(100, 1 / 8, "one port per 8 GPUs: assumed"), host_gib=32,
+            _RTX4090,
+            4,
+            link_catalog.ethernet(100, 1 / 8, "one port per 8 GPUs: assumed"),
+            host_gib=32,
             in_node=link_catalog.pcie_peer(4, through_host=True),
         ),
         _cpu(),
     )
-}  # fmt: skip
+}
 
 ALIASES: dict[str, str] = {
     **{"V100-32-SXM": "V100-32", "V100-SXM2-32": "V100-32", "A100-40-SXM": "A100-40", "A100-80-SXM": "A100-80"},

@@ -27,17 +27,19 @@ def nvlink(generation: int, links: int | None = None) -> Link:
     count = NVLINKS[generation] if links is None else links
     each = NVLINK_BYTES_PER_S[generation]
     return Link(
-        bytes_per_s=count * each, latency_s=NVLINK_S,
+        bytes_per_s=count * each,
+        latency_s=NVLINK_S,
         source=f"NVLink {generation}: {count} links of {each / 1e9:.0f} GB/s each way; latency: NCCL tuning.cc",
-    )  # fmt: skip
+    )
 
 
 def infinity_fabric() -> Link:
     """AMD MI300X: seven peers, one link of 128 GB/s (both ways) to each."""
     return Link(
-        bytes_per_s=7 * 64e9, latency_s=NVLINK_S,
+        bytes_per_s=7 * 64e9,
+        latency_s=NVLINK_S,
         source="AMD MI300X data sheet: 7 Infinity Fabric links of 64 GB/s each way; latency: as NVLink (RCCL)",
-    )  # fmt: skip
+    )
 
 
 def pcie_bytes_per_s(generation: int, width: int = 16) -> float:
@@ -50,17 +52,19 @@ def pcie_peer(generation: int, width: int = 16, through_host: bool = False) -> L
     """Two devices over PCIe; through_host: no peer access, so each message is copied twice."""
     how = "copied through host memory" if through_host else "peer to peer"
     return Link(
-        bytes_per_s=pcie_bytes_per_s(generation, width), latency_s=PCIE_S * (2 if through_host else 1),
+        bytes_per_s=pcie_bytes_per_s(generation, width),
+        latency_s=PCIE_S * (2 if through_host else 1),
         source=f"PCI Express {generation}.0 x{width}, {how}; latency: NCCL tuning.cc",
-    )  # fmt: skip
+    )
 
 
 def pcie_host(generation: int, width: int = 16) -> Link:
     """A device and its host's memory."""
     return Link(
-        bytes_per_s=pcie_bytes_per_s(generation, width), latency_s=HOST_S,
+        bytes_per_s=pcie_bytes_per_s(generation, width),
+        latency_s=HOST_S,
         source=f"PCI Express {generation}.0 x{width}; latency of an asynchronous copy: assumed",
-    )  # fmt: skip
+    )
 
 
 def infiniband(rate: str, share: float = 1.0, setting: str = "") -> Link:
@@ -73,18 +77,20 @@ def infiniband(rate: str, share: float = 1.0, setting: str = "") -> Link:
     """
     bits = _INFINIBAND_BITS_PER_S[rate]
     return Link(
-        bytes_per_s=bits / 8 * share, latency_s=NETWORK_S,
+        bytes_per_s=bits / 8 * share,
+        latency_s=NETWORK_S,
         source=f"InfiniBand {rate} {bits / 1e9:.0f} Gb/s, {_ports(share, setting)}; latency: NCCL tuning.cc",
-    )  # fmt: skip
+    )
 
 
 def ethernet(gbit_per_s: float, share: float = 1.0, setting: str = "", rdma: bool = True) -> Link:
     """An Ethernet port, `share` of it per device; without rdma a message goes through the kernel's TCP."""
     how = "RDMA (RoCE), latency: NCCL tuning.cc" if rdma else "TCP, latency: assumed"
     return Link(
-        bytes_per_s=gbit_per_s * 1e9 / 8 * share, latency_s=NETWORK_S if rdma else TCP_S,
+        bytes_per_s=gbit_per_s * 1e9 / 8 * share,
+        latency_s=NETWORK_S if rdma else TCP_S,
         source=f"Ethernet {gbit_per_s:g} Gb/s, {_ports(share, setting)}; {how}",
-    )  # fmt: skip
+    )
 
 
 def _ports(share: float, setting: str) -> str:

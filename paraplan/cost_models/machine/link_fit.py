@@ -52,10 +52,14 @@ def fit_link(times: Sequence[CollectiveTime], backend: str, local: Link | None =
     for _ in range(_ROUNDS):
         steps = [width * (2 * index / _STEPS - 1) for index in range(_STEPS + 1)]
         _, rate, latency = min(
-            (_miss(times, logs, _axis(backend, local, rate * math.exp(a), latency * math.exp(b))), rate * math.exp(a),
-             latency * math.exp(b))
-            for a in steps for b in steps
-        )  # fmt: skip
+            (
+                _miss(times, logs, _axis(backend, local, rate * math.exp(a), latency * math.exp(b))),
+                rate * math.exp(a),
+                latency * math.exp(b),
+            )
+            for a in steps
+            for b in steps
+        )
         width *= 3 / _STEPS
     link = _axis(backend, local, rate, latency)
     errors = [abs(_foretold_s(each, link) / each.seconds - 1) for each in times]
@@ -67,22 +71,31 @@ def _axis(backend: str, local: Link | None, rate: float, latency: float) -> Axis
     if local is None:
         return AxisLink(size=1, latency_s=latency, bytes_per_s=rate * share.in_node, start_s=share.collective_start_s)
     return AxisLink(
-        size=1, latency_s=latency, bytes_per_s=rate * share.between_nodes, level="between_nodes",
-        local_latency_s=local.latency_s, local_bytes_per_s=local.bytes_per_s * share.in_node,
+        size=1,
+        latency_s=latency,
+        bytes_per_s=rate * share.between_nodes,
+        level="between_nodes",
+        local_latency_s=local.latency_s,
+        local_bytes_per_s=local.bytes_per_s * share.in_node,
         start_s=share.collective_start_s,
-    )  # fmt: skip
+    )
 
 
 def _foretold_s(each: CollectiveTime, link: AxisLink) -> float:
     sized = AxisLink(
-        size=each.size, latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, level=link.level,
-        local_size=each.local_size, local_latency_s=link.local_latency_s, local_bytes_per_s=link.local_bytes_per_s,
+        size=each.size,
+        latency_s=link.latency_s,
+        bytes_per_s=link.bytes_per_s,
+        level=link.level,
+        local_size=each.local_size,
+        local_latency_s=link.local_latency_s,
+        local_bytes_per_s=link.local_bytes_per_s,
         start_s=link.start_s,
-    )  # fmt: skip
+    )
     return collective_time_s(each.target, each.input_bytes, sized)
 
 
 def _miss(times: Sequence[CollectiveTime], logs: Sequence[float], link: AxisLink) -> float:
-    return sum(
-        abs(math.log(_foretold_s(each, link)) - known) for each, known in zip(times, logs, strict=True)
-    ) / len(times)  # fmt: skip
+    return sum(abs(math.log(_foretold_s(each, link)) - known) for each, known in zip(times, logs, strict=True)) / len(
+        times
+    )

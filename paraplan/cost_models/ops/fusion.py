@@ -27,21 +27,52 @@ from paraplan.ir.model.graph import refs
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.rules.tensors.pointwise import NONLINEAR, PRODUCTS, QUOTIENTS, ROW_MAJOR, SUMS
 
-_POINTWISE = frozenset((
-    *SUMS, *PRODUCTS, *QUOTIENTS, *NONLINEAR, *ROW_MAJOR, "aten.where.self", "aten._to_copy.default",
-    "aten.clone.default", "aten.threshold_backward.default", "aten.leaky_relu_backward.default", "aten.cat.default",
-    "aten.full.default", "aten.full_like.default", "aten.zeros_like.default", "aten.ones_like.default",
-    "aten.arange.start_step", "aten.slice_backward.default", "aten.select_backward.default", "paraplan.reshape_copy",
-))  # fmt: skip
-_REDUCTIONS = frozenset((
-    "aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.amax.default",
-    "aten.amin.default", "aten.var_mean.correction",
-))  # fmt: skip
-_ROWS = frozenset((
-    "aten._softmax.default", "aten._log_softmax.default", "aten._softmax_backward_data.default",
-    "aten._log_softmax_backward_data.default", "paraplan.layer_norm",
-    "paraplan.layer_norm_grad", "paraplan.rms_norm", "paraplan.rms_norm_grad",
-))  # fmt: skip
+_POINTWISE = frozenset(
+    (
+        *SUMS,
+        *PRODUCTS,
+        *QUOTIENTS,
+        *NONLINEAR,
+        *ROW_MAJOR,
+        "aten.where.self",
+        "aten._to_copy.default",
+        "aten.clone.default",
+        "aten.threshold_backward.default",
+        "aten.leaky_relu_backward.default",
+        "aten.cat.default",
+        "aten.full.default",
+        "aten.full_like.default",
+        "aten.zeros_like.default",
+        "aten.ones_like.default",
+        "aten.arange.start_step",
+        "aten.slice_backward.default",
+        "aten.select_backward.default",
+        "paraplan.reshape_copy",
+    )
+)
+_REDUCTIONS = frozenset(
+    (
+        "aten.sum.dim_IntList",
+        "aten.sum.default",
+        "aten.mean.dim",
+        "aten.mean.default",
+        "aten.amax.default",
+        "aten.amin.default",
+        "aten.var_mean.correction",
+    )
+)
+_ROWS = frozenset(
+    (
+        "aten._softmax.default",
+        "aten._log_softmax.default",
+        "aten._softmax_backward_data.default",
+        "aten._log_softmax_backward_data.default",
+        "paraplan.layer_norm",
+        "paraplan.layer_norm_grad",
+        "paraplan.rms_norm",
+        "paraplan.rms_norm_grad",
+    )
+)
 ROWS, OTHER = "rows", "other"
 
 

@@ -11,10 +11,19 @@ kernels are assumed to pass over memory once. Source: Williams et al. 2009 (roof
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from paraplan.cost_models.constants import efficiency_of
-from paraplan.cost_models.ops.tiles import Product, filled, product_of
+from paraplan.cost_models.ops.product_shapes import (
+    EXPERT_TOTALS,
+    PRODUCTS,
+    TURNED,
+    Outs,
+    Specs,
+    expert_copies,
+    first_of,
+)
+from paraplan.cost_models.ops.tiles import filled
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.rank_program import SUM
 from paraplan.ir.machine.cluster import Device
@@ -22,9 +31,6 @@ from paraplan.ir.model.graph import Arg
 from paraplan.ir.model.tensor import DTYPE_BYTES, FLOATS
 from paraplan.ir.profile import Spec
 from paraplan.ir.struct import Value
-
-Specs = tuple[Spec, ...]
-Outs = tuple[Spec | None, ...]
 
 
 class OpWork(Value, frozen=True, kw_only=True):
@@ -54,16 +60,53 @@ class OpWork(Value, frozen=True, kw_only=True):
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in (
-        "view", "_unsafe_view", "permute", "transpose", "t", "expand", "slice", "select", "detach", "alias", "squeeze",
-        "unsqueeze", "split", "split_with_sizes", "chunk", "unbind", "as_strided", "diagonal", "narrow", "unfold",
-        "reshape", "view_as", "expand_as", "lift_fresh", "numpy_T", "movedim", "swapaxes", "flatten", "unflatten",
-        "view_as_real", "view_as_complex", "_assert_tensor_metadata", "sym_size",
+        "view",
+        "_unsafe_view",
+        "permute",
+        "transpose",
+        "t",
+        "expand",
+        "slice",
+        "select",
+        "detach",
+        "alias",
+        "squeeze",
+        "unsqueeze",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "as_strided",
+        "diagonal",
+        "narrow",
+        "unfold",
+        "reshape",
+        "view_as",
+        "expand_as",
+        "lift_fresh",
+        "numpy_T",
+        "movedim",
+        "swapaxes",
+        "flatten",
+        "unflatten",
+        "view_as_real",
+        "view_as_complex",
+        "_assert_tensor_metadata",
+        "sym_size",
     )
-) | {"_operator.getitem", "paraplan.mergeable"}  # fmt: skip
-_ROW_READERS = frozenset({
-    "paraplan.embedding", "aten.embedding", "aten.gather", "aten.index", "aten.index_select", "paraplan.ce_target",
-    "paraplan.embedding_tables", "paraplan.index",
-})  # fmt: skip
+) | {"_operator.getitem", "paraplan.mergeable"}
+_ROW_READERS = frozenset(
+    {
+        "paraplan.embedding",
+        "aten.embedding",
+        "aten.gather",
+        "aten.index",
+        "aten.index_select",
+        "paraplan.ce_target",
+        "paraplan.embedding_tables",
+        "paraplan.index",
+    }
+)
 _OUT_READERS = frozenset({"paraplan.shard"})
 _TWICE_READ = {"paraplan.bn_whole": 1, "paraplan.bn_whole_grad": 3}  # so many first inputs, those per channel aside
 
@@ -88,8 +131,8 @@ def variant(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> in
 
     A block of keys that came round a ring is not causal here: for some rank all of it lies in the past.
     """
-    if target in _TOTALS:
-        return int(args[_TOTALS[target]])
+    if target in EXPERT_TOTALS:
+        return int(args[EXPERT_TOTALS[target]])
     found = _FLAGS.get(op_name(target))
     if found is None or _is_off_diagonal(target, args):
         return False
@@ -106,7 +149,6 @@ def _is_off_diagonal(target: str, args: tuple[Arg, ...]) -> bool:
     return isinstance(queries, str) and isinstance(keys, str) and queries != keys
 
 
-_TOTALS = {"paraplan.experts": 6, "paraplan.experts_grad": 7}
 _STARTS = {"paraplan.attention": 10, "paraplan.attention_grad": 13}
 _FLAGS = {
     "paraplan.attention": ("causal", 7),
@@ -119,147 +161,6 @@ _FLAGS = {
     "paraplan.conv_grad_weight": ("transposed", 6),
     "paraplan.float8_linear": ("transposed", 4),
     "paraplan.float8_linear_grad_input": ("transposed", 4),
-}
-
-
-def _linear(ins: Specs, outs: Outs, flag: int) -> Product:
-    return product_of(math.prod(ins[0].shape[:-1]), _first(outs).shape[-1], ins[0].shape[-1])
-
-
-def _linear_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
-    return product_of(ins[0].shape[-1], ins[1].shape[-1], math.prod(ins[0].shape[:-1]))
-
-
-def _turned_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
-    return product_of(ins[0].shape[0], ins[1].shape[0], math.prod(ins[0].shape[1:]))
-
-
-def _linear_into(ins: Specs, outs: Outs, flag: int) -> Product:
-    return product_of(math.prod(ins[1].shape[:-1]), ins[0].shape[-1], ins[1].shape[-1])
-
-
-def _linear_rows(ins: Specs, outs: Outs, flag: int) -> Product:
-    return product_of(math.prod(_first(outs).shape[:-1]), _first(outs).shape[-1], ins[0].shape[-1])
-
-
-def _mm(ins: Specs, outs: Outs, flag: int) -> Product:
-    (m, k), n = ins[-2].shape[-2:], ins[-1].shape[-1]
-    return product_of(m, n, k, math.prod(ins[-2].shape[:-2]))
-
-
-def _matmul(ins: Specs, outs: Outs, flag: int) -> Product:
-    k, numel = ins[0].shape[-1], math.prod(_first(outs).shape)
-    n = ins[1].shape[-1] if len(ins[1].shape) > 1 else 1
-    return Product(2 * numel * k, min(k, n, ins[0].shape[-2] if len(ins[0].shape) > 1 else 1))
-
-
-def _attention(ins: Specs, outs: Outs, flag: int) -> Product:
-    (b, h, s, d), (t, e) = ins[0].shape, ins[2].shape[-2:]
-    return Product(b * h * _scores(s, t, flag) * (d + e), min(s, t))
-
-
-def _attention_grad(ins: Specs, outs: Outs, flag: int) -> Product:
-    # Scores again and dq, dk over d; dv and the probabilities' gradient over e.
-    (b, h, s, d), (t, e) = ins[1].shape, ins[3].shape[-2:]
-    return Product(b * h * _scores(s, t, flag) * (3 * d + 2 * e), min(s, t))
-
-
-def _scores(s: int, t: int, causal: int) -> int:
-    """Twice the scores computed: where one side is a rank's share of a causal sequence, those of the busiest rank."""
-    return 2 * s * t - (min(s, t) ** 2 if causal else 0)
-
-
-def _convolution(ins: Specs, outs: Outs, flag: int) -> Product:
-    moved, weight = (ins[0] if flag else _first(outs)), ins[1].shape
-    per_element = math.prod(weight[1:])
-    rows = math.prod(moved.shape) // max(moved.shape[1], 1)
-    return Product(2 * math.prod(moved.shape) * per_element, min(rows, weight[0], per_element))
-
-
-def _convolution_backward(ins: Specs, outs: Outs, flag: int) -> Product:
-    products = sum(out is not None for out in outs[:2])
-    one = _convolution((ins[1], ins[2]), (ins[0],), flag)
-    return one._replace(flops=products * one.flops)
-
-
-def _conv_grad_input(ins: Specs, outs: Outs, flag: int) -> Product:
-    return _convolution((_first(outs), ins[1]), (ins[0],), flag)
-
-
-def _conv_grad_weight(ins: Specs, outs: Outs, flag: int) -> Product:
-    return _convolution((ins[1], _first(outs)), (ins[0],), flag)
-
-
-def _experts(ins: Specs, outs: Outs, total: int) -> Product:
-    # Routing is assumed even: a rank that holds some experts computes their share of the chosen rows.
-    return _expert_rows(ins[1], ins[3], ins[4], total, 1, 1, 0)
-
-
-def _experts_grad(ins: Specs, outs: Outs, total: int) -> Product:
-    # The inner product again, its gradient in x and the outer one's in the hidden values; both stacks' where they
-    # train; and a row's hidden values times their gradient, for the gradient of its weight.
-    trained = len(outs) == 4 and outs[2] is not None and outs[3] is not None
-    return _expert_rows(ins[2], ins[4], ins[5], total, 3 if trained else 2, 2 if trained else 1, 1)
-
-
-def _expert_rows(ids: Spec, w_in: Spec, w_out: Spec, total: int, inner: int, outer: int, dots: int) -> Product:
-    held, parts, width, hidden = w_in.shape
-    per_expert = max(math.prod(ids.shape) // max(total, 1), 1)
-    flops = 2 * per_expert * held * width * (inner * parts * hidden + outer * w_out.shape[1] + dots)
-    return Product(flops, min(per_expert, width, hidden), (held, per_expert, width, hidden))
-
-
-def _expert_copies(ins: Specs, total: int) -> int:
-    """Bytes around the products of experts: rows gathered, hidden values activated, results read to be added."""
-    *rows, ids, _, w_in, w_out = ins
-    held, parts, width, _ = w_in.shape
-    gathered = sum(x.shape[1] for x in rows)  # with gradients, hidden values are read and written with theirs
-    hidden = (parts + 1) * width * len(rows)
-    added = w_out.shape[1] if len(rows) == 1 else w_in.shape[3]
-    count = max(math.prod(ids.shape) // max(total, 1), 1) * held
-    return count * (2 * gathered + hidden + added) * DTYPE_BYTES[w_in.dtype]
-
-
-def _first(outs: Outs) -> Spec:
-    for out in outs:
-        if out is not None:
-            return out
-    raise CostModelError("an op without any output has no matrix product to price")
-
-
-_PRODUCTS: dict[str, tuple[str, Callable[[Specs, Outs, int], Product]]] = {
-    "paraplan.linear": ("matmul", _linear),
-    "paraplan.linear_grad_input": ("matmul", _linear),
-    "paraplan.linear_grad_weight": ("matmul", _linear_grad_weight),
-    SUM: ("matmul", lambda ins, outs, flag: _linear_grad_weight(ins[1:], outs, flag)),
-    "paraplan.batched_product": ("matmul", _mm),
-    "paraplan.float8_linear": ("matmul", _linear),
-    "paraplan.float8_linear_grad_input": ("matmul", _linear),
-    "paraplan.float8_linear_grad_weight": ("matmul", _turned_grad_weight),
-    "paraplan.linear_into_": ("matmul", _linear_into),
-    "paraplan.linear_rows": ("matmul", _linear_rows),
-    "paraplan.experts": ("matmul", _experts),
-    "paraplan.experts_grad": ("matmul", _experts_grad),
-    "aten.linear": ("matmul", _linear),
-    "aten.mm": ("matmul", _mm),
-    "aten.bmm": ("matmul", _mm),
-    "aten.addmm": ("matmul", _mm),
-    "aten.baddbmm": ("matmul", _mm),
-    "aten.matmul": ("matmul", _matmul),
-    "aten.convolution": ("matmul", _convolution),
-    "aten.convolution_backward": ("matmul", _convolution_backward),
-    "paraplan.conv": ("matmul", _convolution),
-    "paraplan.conv_grad_input": ("matmul", _conv_grad_input),
-    "paraplan.conv_grad_weight": ("matmul", _conv_grad_weight),
-    "paraplan.attention": ("attention", _attention),
-    "paraplan.attention_grad": ("attention", _attention_grad),
-    "aten.scaled_dot_product_attention": ("attention", _attention),
-}
-
-# Operands of products in float8 that lie the wrong way, by whether the weight is transposed.
-_TURNED = {
-    ("paraplan.float8_linear", True): (1,),
-    ("paraplan.float8_linear_grad_input", False): (1,),
 }
 
 
@@ -283,8 +184,8 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
         return OpWork(kind="view", flops=0, read_bytes=0, write_bytes=0, dtype="float32")
     name = op_name(target)
     read, write = sum(map(nbytes, inputs)), sum(nbytes(out) for out in outputs if out is not None)
-    if name in _PRODUCTS:
-        kind, product = _PRODUCTS[name]
+    if name in PRODUCTS:
+        kind, product = PRODUCTS[name]
         # addmm names its bias first; the product's operands are always among the first two.
         dtype = inputs[min(1, len(inputs) - 1)].dtype
         found = product(inputs, outputs, flag)
@@ -294,15 +195,21 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
             rows, columns = math.prod(inputs[1].shape[:-1]), inputs[0].shape[-1]
             read, write = read - nbytes(inputs[0]), rows * columns * DTYPE_BYTES[inputs[0].dtype]
         elif name == "paraplan.linear_rows":  # of the rows given it reads as many as it makes
-            rows = math.prod(_first(outputs).shape[:-1])
+            rows = math.prod(first_of(outputs).shape[:-1])
             read -= nbytes(inputs[0]) - rows * inputs[0].shape[-1] * DTYPE_BYTES[inputs[0].dtype]
-        copied = 2 * sum(nbytes(inputs[index]) for index in _TURNED.get((name, bool(flag)), ()))
-        if name in _TOTALS:
-            copied = _expert_copies(inputs, flag)
+        copied = 2 * sum(nbytes(inputs[index]) for index in TURNED.get((name, bool(flag)), ()))
+        if name in EXPERT_TOTALS:
+            copied = expert_copies(inputs, flag)
         return OpWork(
-            kind=kind, flops=found.flops, read_bytes=read, write_bytes=write, dtype=dtype, narrow=found.narrow,
-            shape=found.shape, copied_bytes=copied,
-        )  # fmt: skip
+            kind=kind,
+            flops=found.flops,
+            read_bytes=read,
+            write_bytes=write,
+            dtype=dtype,
+            narrow=found.narrow,
+            shape=found.shape,
+            copied_bytes=copied,
+        )
     if name in _ROW_READERS:
         read += write - (nbytes(inputs[0]) if inputs else 0)
     elif name in _OUT_READERS:
@@ -335,9 +242,13 @@ def registered_work_of(registered: tuple[float, float], inputs: Specs, outputs: 
         moved = sum(map(nbytes, inputs)) + sum(nbytes(out) for out in outputs if out is not None)
     narrow = min((spec.shape[-1] for spec in inputs if spec.shape), default=1)
     return OpWork(
-        kind="matmul" if flops else "memory", flops=round(flops), read_bytes=round(moved), write_bytes=0,
-        dtype=_dtype(inputs, outputs), narrow=narrow if flops else 0,
-    )  # fmt: skip
+        kind="matmul" if flops else "memory",
+        flops=round(flops),
+        read_bytes=round(moved),
+        write_bytes=0,
+        dtype=_dtype(inputs, outputs),
+        narrow=narrow if flops else 0,
+    )
 
 
 def _dtype(inputs: Specs, outputs: Outs) -> str:

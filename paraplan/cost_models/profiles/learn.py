@@ -71,6 +71,9 @@ def pooled(known: OpTime, seen: OpTime) -> OpTime:
     seconds = (known.samples * known.seconds + seen.samples * seen.seconds) / max(samples, 1)
     apart = abs(known.seconds - seen.seconds) / max(seconds, 1e-12)
     return msgspec.structs.replace(
-        known, seconds=seconds, spread=max(known.spread, seen.spread, apart), samples=samples,
+        known,
+        seconds=seconds,
+        spread=max(known.spread, seen.spread, apart),
+        samples=samples,
         workspace_bytes=max(known.workspace_bytes, seen.workspace_bytes),
-    )  # fmt: skip
+    )

@@ -92,17 +92,30 @@ class ProfileWriter:
         with _faults(self.path):
             if isinstance(found, OpTime):
                 row: tuple[Any, ...] = (
-                    found.target, found.flag, _text(found.inputs), _text(found.outputs), found.detail, found.seconds,
-                    found.spread, found.samples, found.workspace_bytes,
-                )  # fmt: skip
+                    found.target,
+                    found.flag,
+                    _text(found.inputs),
+                    _text(found.outputs),
+                    found.detail,
+                    found.seconds,
+                    found.spread,
+                    found.samples,
+                    found.workspace_bytes,
+                )
                 self._db.execute(
                     "INSERT OR REPLACE INTO op VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (self._machine, *row)
                 )
             else:
                 row = (
-                    found.target, found.size, found.local_size, found.input_bytes, found.seconds, found.spread,
-                    found.samples, found.called_s,
-                )  # fmt: skip
+                    found.target,
+                    found.size,
+                    found.local_size,
+                    found.input_bytes,
+                    found.seconds,
+                    found.spread,
+                    found.samples,
+                    found.called_s,
+                )
                 self._db.execute(
                     "INSERT OR REPLACE INTO collective VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (self._machine, *row)
                 )
@@ -243,17 +256,25 @@ def _profiles(database: sqlite3.Connection, path: Path) -> Iterator[tuple[int, P
     ).fetchall():
         ops = database.execute(
             "SELECT target, flag, inputs, outputs, detail, seconds, spread, samples, workspace_bytes FROM op "
-            "WHERE machine = ? ORDER BY target, flag, inputs, outputs, detail", (number,),
-        ).fetchmany(_MOST_ROWS)  # fmt: skip
+            "WHERE machine = ? ORDER BY target, flag, inputs, outputs, detail",
+            (number,),
+        ).fetchmany(_MOST_ROWS)
         collectives = database.execute(
             "SELECT target, size, local_size, input_bytes, seconds, spread, samples, called_s FROM collective "
-            "WHERE machine = ? ORDER BY target, size, local_size, input_bytes", (number,),
-        ).fetchmany(_MOST_ROWS)  # fmt: skip
+            "WHERE machine = ? ORDER BY target, size, local_size, input_bytes",
+            (number,),
+        ).fetchmany(_MOST_ROWS)
         given = {
-            "device": device, "name": name, "torch": torch, "threads": threads, "processes": processes,
-            "compiled": compiled, "source": str(path.name), "ops": tuple(_op_row(row) for row in ops),
+            "device": device,
+            "name": name,
+            "torch": torch,
+            "threads": threads,
+            "processes": processes,
+            "compiled": compiled,
+            "source": str(path.name),
+            "ops": tuple(_op_row(row) for row in ops),
             "collectives": tuple(dict(zip(CollectiveTime.__struct_fields__, row, strict=True)) for row in collectives),
-        }  # fmt: skip
+        }
         yield number, msgspec.convert(given, Profile)
 
 

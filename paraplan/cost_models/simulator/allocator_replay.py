@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paraplan.cost_models.simulator.allocator import AllocatedBlock, CachingAllocator
-from paraplan.cost_models.simulator.live_bytes import MemoryWalk, StepMemory, Storage
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk
+from paraplan.cost_models.simulator.step_memory import StepMemory, Storage
 from paraplan.ir.execution.names import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
 
@@ -126,9 +127,7 @@ class _Replay:
         self._end_of(local, [*local], ())
         self._let_go(touched)
 
-    def _end_of(
-        self, local: dict[str, AllocatedBlock], owners: Iterable[str], storages: Iterable[Storage]
-    ) -> None:  # fmt: skip
+    def _end_of(self, local: dict[str, AllocatedBlock], owners: Iterable[str], storages: Iterable[Storage]) -> None:
         for owner in owners:
             if owner in local:
                 self.allocator.release(local.pop(owner))

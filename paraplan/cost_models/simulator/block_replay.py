@@ -132,9 +132,14 @@ class MemoryBlock(BlockStorages):
                 peak, peak_instr = live + workspace, index
             live -= freed[index]
         return MemoryProfile(
-            begin_drop=begin_drop, allocated=allocated, freed=tuple(freed[:-1]), end_drop=freed[-1],
-            net=live - freed[-1], peak=peak, peak_instr=peak_instr,
-        )  # fmt: skip
+            begin_drop=begin_drop,
+            allocated=allocated,
+            freed=tuple(freed[:-1]),
+            end_drop=freed[-1],
+            net=live - freed[-1],
+            peak=peak,
+            peak_instr=peak_instr,
+        )
 
 
 # Events of a block on streams: run compute for a while; issue a collective or a copy; wait for one.
@@ -225,10 +230,11 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         events.append(Run(run))
     results = (*block.outputs, *block.saved)
     return TimeBlock(
-        events=tuple(events), work=work,
+        events=tuple(events),
+        work=work,
         exported=tuple((index, name) for index, name in enumerate(results) if name in issued - waited and name),
         imported=tuple((index, name) for index, name in enumerate(block.inputs) if name in waited - issued),
-    )  # fmt: skip
+    )
 
 
 def _fused_s(block: Block, costs: Costs) -> dict[int, float]:

@@ -10,83 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 from paraplan.cost_models.simulator.block_replay import NO_EFFECT, ArgState, MemoryBlock, MemoryProfile
+from paraplan.cost_models.simulator.step_memory import Bytes, HeldTensor, StepMemory, Storage
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.entry import Entry
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
-from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.process.memo import Lately, Same
 
 _BLOCKS = Lately[MemoryBlock](50_000, lambda block: 1 + len(block.block.instrs))
-
-
-class Storage:
-    """Bytes on the device or a tier, and how many outer names hold them."""
-
-    __slots__ = ("names", "nbytes", "tier")
-
-    def __init__(self, nbytes: int, tier: str = "") -> None:
-        self.nbytes = nbytes
-        self.tier = tier
-        self.names = 0
-
-
-class Bytes(dict[str, int]):
-    """Bytes by tier; "" is the device. A tier it does not name has none (a `Counter` takes longer to make)."""
-
-    __slots__ = ()
-
-    def __missing__(self, tier: str) -> int:
-        return 0
-
-
-class HeldTensor(NamedTuple):
-    """What an outer name stands for: a storage, and the tensor lying in it."""
-
-    storage: Storage
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor's elements."""
-        count = DTYPE_BYTES[self.dtype]
-        for size in self.shape:
-            count *= size
-        return count
-
-
-class StepMemory(NamedTuple):
-    """What one step did to memory.
-
-    Attributes:
-        before, after: bytes alive.
-        peak: the most alive inside, workspace included.
-        dropped: bytes that died as it began (CALL) or in all (DROP, ACCUMULATE).
-        overwritten: bytes that died as outer names were bound anew.
-        profile: a CALL's inside.
-        moved: whether an ACCUMULATE found no accumulator.
-        held, added: an ACCUMULATE's accumulator, and the dtype of what is added.
-        made: bytes a SEND or RECV allocated.
-        args: the state a CALL found its arguments in.
-        tiers: the same of every tier in use.
-    """
-
-    before: int
-    after: int
-    peak: int
-    dropped: int = 0
-    overwritten: int = 0
-    profile: MemoryProfile | None = None
-    moved: bool = False
-    held: HeldTensor | None = None
-    added: str = ""
-    made: int = 0
-    args: tuple[ArgState, ...] = ()
-    tiers: dict[str, StepMemory] = {}
 
 
 class MemoryWalk:
@@ -154,10 +87,15 @@ class MemoryWalk:
     def _without(self, died: Bytes) -> dict[str, StepMemory]:
         """What a step that is no call did to the tiers: these bytes died."""
         return {
-            tier: StepMemory(before=self.levels[tier], after=self.levels[tier] - died[tier], peak=self.levels[tier],
-                             dropped=died[tier])
-            for tier in self.levels if tier
-        }  # fmt: skip
+            tier: StepMemory(
+                before=self.levels[tier],
+                after=self.levels[tier] - died[tier],
+                peak=self.levels[tier],
+                dropped=died[tier],
+            )
+            for tier in self.levels
+            if tier
+        }
 
     def _call(self, step: Step) -> StepMemory:
         block = self.blocks[step.block]
@@ -181,22 +119,37 @@ class MemoryWalk:
         overwritten = self._take_results(step, block, held)
         profiles = {"": profile, **dict(profile.tiers)}
         tiers = sorted({tier for tier in self.levels if tier} | {*profiles} - {""})
-        return self._called("", profile, dropped, overwritten, tuple(states), {
-            tier: self._called(tier, profiles.get(tier, NO_EFFECT), dropped, overwritten) for tier in tiers
-        })  # fmt: skip
+        return self._called(
+            "",
+            profile,
+            dropped,
+            overwritten,
+            tuple(states),
+            {tier: self._called(tier, profiles.get(tier, NO_EFFECT), dropped, overwritten) for tier in tiers},
+        )
 
     def _called(
-        self, tier: str, profile: MemoryProfile, dropped: Bytes, overwritten: Bytes, args: tuple[ArgState, ...] = (),
+        self,
+        tier: str,
+        profile: MemoryProfile,
+        dropped: Bytes,
+        overwritten: Bytes,
+        args: tuple[ArgState, ...] = (),
         tiers: dict[str, StepMemory] | None = None,
-    ) -> StepMemory:  # fmt: skip
+    ) -> StepMemory:
         """What a call did to one tier."""
         before = self.levels[tier]
         start = before - dropped[tier]
         return StepMemory(
-            before=before, after=start + profile.net - overwritten[tier], peak=max(before, start + profile.peak),
-            dropped=dropped[tier] + profile.begin_drop, overwritten=overwritten[tier], profile=profile, args=args,
+            before=before,
+            after=start + profile.net - overwritten[tier],
+            peak=max(before, start + profile.peak),
+            dropped=dropped[tier] + profile.begin_drop,
+            overwritten=overwritten[tier],
+            profile=profile,
+            args=args,
             tiers=tiers or {},
-        )  # fmt: skip
+        )
 
     def _take_results(self, step: Step, block: MemoryBlock, held: list[HeldTensor]) -> Bytes:
         inputs = dict(zip(block.block.inputs, held, strict=True))
@@ -233,9 +186,15 @@ class MemoryWalk:
         for name in (addend, *(name for name in step.drops if name != addend)):
             self._give_up(name, died)
         return StepMemory(
-            before=self.live, after=self.live - died[""], peak=self.live, dropped=died[""], moved=moved,
-            held=self.outer[total], added=value.dtype, tiers=self._without(died),
-        )  # fmt: skip
+            before=self.live,
+            after=self.live - died[""],
+            peak=self.live,
+            dropped=died[""],
+            moved=moved,
+            held=self.outer[total],
+            added=value.dtype,
+            tiers=self._without(died),
+        )
 
     def _drop(self, step: Step) -> StepMemory:
         return self._given_up(step, 0)
@@ -250,9 +209,13 @@ class MemoryWalk:
                 made += transfer.nbytes
                 self._bind(out, HeldTensor(Storage(transfer.nbytes), transfer.dtype, transfer.shape), died)
         return StepMemory(
-            before=self.live, after=self.live + made - died[""], peak=self.live + made, dropped=died[""], made=made,
+            before=self.live,
+            after=self.live + made - died[""],
+            peak=self.live + made,
+            dropped=died[""],
+            made=made,
             tiers=self._without(died),
-        )  # fmt: skip
+        )
 
     def _update(self, step: Step) -> StepMemory:
         tier = self.program.update_tier(step)
@@ -266,9 +229,12 @@ class MemoryWalk:
         if on:
             tiers[on] = tiers[on]._replace(peak=tiers[on].peak + workspace_bytes)
         return StepMemory(
-            before=self.live, after=self.live - died[""], peak=self.live + (0 if on else workspace_bytes),
-            dropped=died[""], tiers=tiers,
-        )  # fmt: skip
+            before=self.live,
+            after=self.live - died[""],
+            peak=self.live + (0 if on else workspace_bytes),
+            dropped=died[""],
+            tiers=tiers,
+        )
 
 
 _TAKE = {
@@ -300,9 +266,14 @@ def entries(program: RankProgram) -> Iterator[Entry]:
             transfer = program.transfers[step.transfer]
             shapes = tuple(transfer.shape for name in step.outs if name is not None)
             yield _entry(
-                step, step.kind.value, shapes=shapes, allocated_bytes=memory.made,
-                freed_bytes=memory.dropped, collective=transfer.message, tiers=_in_use(_dropped(memory)),
-            )  # fmt: skip
+                step,
+                step.kind.value,
+                shapes=shapes,
+                allocated_bytes=memory.made,
+                freed_bytes=memory.dropped,
+                collective=transfer.message,
+                tiers=_in_use(_dropped(memory)),
+            )
         else:
             shapes = (memory.held.shape,) if memory.held is not None else ()
             yield _entry(
@@ -329,11 +300,15 @@ def _call_entries(step: Step, memory: StepMemory, block: MemoryBlock) -> Iterato
     for index, instr in enumerate(block.block.instrs):
         is_collective = instr.kind is InstrKind.COLLECTIVE
         yield _entry(
-            step, "wait" if instr.kind is InstrKind.WAIT else instr.target, shapes=block.shapes[index],
-            allocated_bytes=profile.allocated[index], freed_bytes=profile.freed[index],
-            collective=f"{instr.target}@{instr.axis}" if is_collective else "", note=f"{step.block}[{index}]",
+            step,
+            "wait" if instr.kind is InstrKind.WAIT else instr.target,
+            shapes=block.shapes[index],
+            allocated_bytes=profile.allocated[index],
+            freed_bytes=profile.freed[index],
+            collective=f"{instr.target}@{instr.axis}" if is_collective else "",
+            note=f"{step.block}[{index}]",
             tiers=_in_use(tuple((tier, of.allocated[index], of.freed[index]) for tier, of in profile.tiers)),
-        )  # fmt: skip
+        )
     ended = tuple(
         (tier, 0, (part.profile.end_drop if part.profile else 0) + part.overwritten)
         for tier, part in sorted(memory.tiers.items())
@@ -348,13 +323,28 @@ def _drop_entry(step: Step, freed_bytes: int, tiers: Tiers, note: str = "") -> I
 
 
 def _entry(
-    step: Step, target: str, *, shapes: tuple[tuple[int, ...], ...] = (), allocated_bytes: int = 0,
-    freed_bytes: int = 0, collective: str = "", tiers: Tiers = (), note: str = "",
-) -> Entry:  # fmt: skip
+    step: Step,
+    target: str,
+    *,
+    shapes: tuple[tuple[int, ...], ...] = (),
+    allocated_bytes: int = 0,
+    freed_bytes: int = 0,
+    collective: str = "",
+    tiers: Tiers = (),
+    note: str = "",
+) -> Entry:
     return Entry(
-        action=step.action, segment=step.segment, microbatch=step.microbatch, target=target, shapes=shapes,
-        allocated_bytes=allocated_bytes, freed_bytes=freed_bytes, collective=collective, tiers=tiers, note=note,
-    )  # fmt: skip
+        action=step.action,
+        segment=step.segment,
+        microbatch=step.microbatch,
+        target=target,
+        shapes=shapes,
+        allocated_bytes=allocated_bytes,
+        freed_bytes=freed_bytes,
+        collective=collective,
+        tiers=tiers,
+        note=note,
+    )
 
 
 def live_bytes(program: RankProgram) -> Iterator[int]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paraplan.cost_models.simulator.block_replay import MemoryBlock
-from paraplan.cost_models.simulator.live_bytes import HeldTensor, MemoryWalk, StepMemory, Storage
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk
+from paraplan.cost_models.simulator.step_memory import HeldTensor, StepMemory, Storage
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import BACKWARDS, RankProgram, Step, StepKind
 from paraplan.ir.model.graph import refs

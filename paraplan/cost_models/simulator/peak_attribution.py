@@ -51,24 +51,47 @@ class BytesRole(Enum):
 
 _Outer = outer_names.Role
 _BEFORE = {
-    _Outer.PARAMETER: BytesRole.PARAMETERS, _Outer.STATE: BytesRole.MASTERS, _Outer.SLOTS: BytesRole.STATES,
-    _Outer.LATE: BytesRole.GRADIENTS, _Outer.WAITING: BytesRole.GRADIENTS, _Outer.BATCH: BytesRole.BATCH,
-    _Outer.BUFFER: BytesRole.BUFFERS, _Outer.SEED: BytesRole.BUFFERS, _Outer.LOSS_SCALE: BytesRole.BUFFERS,
-}  # fmt: skip
+    _Outer.PARAMETER: BytesRole.PARAMETERS,
+    _Outer.STATE: BytesRole.MASTERS,
+    _Outer.SLOTS: BytesRole.STATES,
+    _Outer.LATE: BytesRole.GRADIENTS,
+    _Outer.WAITING: BytesRole.GRADIENTS,
+    _Outer.BATCH: BytesRole.BATCH,
+    _Outer.BUFFER: BytesRole.BUFFERS,
+    _Outer.SEED: BytesRole.BUFFERS,
+    _Outer.LOSS_SCALE: BytesRole.BUFFERS,
+}
 """Of what is there before the step."""
 _MADE = {
-    _Outer.ACCUMULATOR: BytesRole.GRADIENTS, _Outer.GRADIENT: BytesRole.GRADIENTS, _Outer.TIED: BytesRole.GRADIENTS,
-    _Outer.GATHERED: BytesRole.GATHERED, _Outer.FETCHED: BytesRole.GATHERED, _Outer.HELD: BytesRole.GATHERED,
-    _Outer.UNDER_WAY: BytesRole.COMMUNICATION, _Outer.VALUE_GRADIENT: BytesRole.BOUNDARY_GRADIENTS,
-    _Outer.PARAMETER: BytesRole.PARAMETERS, _Outer.STATE: BytesRole.MASTERS, _Outer.BUFFER: BytesRole.BUFFERS,
-    _Outer.SLOTS: BytesRole.STATES, _Outer.LATE: BytesRole.GRADIENTS, _Outer.WAITING: BytesRole.GRADIENTS,
-    _Outer.MAGNITUDE: BytesRole.GRADIENTS, _Outer.HALF: BytesRole.HALVES,
-}  # fmt: skip
+    _Outer.ACCUMULATOR: BytesRole.GRADIENTS,
+    _Outer.GRADIENT: BytesRole.GRADIENTS,
+    _Outer.TIED: BytesRole.GRADIENTS,
+    _Outer.GATHERED: BytesRole.GATHERED,
+    _Outer.FETCHED: BytesRole.GATHERED,
+    _Outer.HELD: BytesRole.GATHERED,
+    _Outer.UNDER_WAY: BytesRole.COMMUNICATION,
+    _Outer.VALUE_GRADIENT: BytesRole.BOUNDARY_GRADIENTS,
+    _Outer.PARAMETER: BytesRole.PARAMETERS,
+    _Outer.STATE: BytesRole.MASTERS,
+    _Outer.BUFFER: BytesRole.BUFFERS,
+    _Outer.SLOTS: BytesRole.STATES,
+    _Outer.LATE: BytesRole.GRADIENTS,
+    _Outer.WAITING: BytesRole.GRADIENTS,
+    _Outer.MAGNITUDE: BytesRole.GRADIENTS,
+    _Outer.HALF: BytesRole.HALVES,
+}
 """Of what the step makes."""
-_HELD = frozenset({
-    BytesRole.GRADIENTS, BytesRole.GATHERED, BytesRole.COMMUNICATION, BytesRole.PARAMETERS, BytesRole.MASTERS,
-    BytesRole.STATES, BytesRole.BUFFERS,
-})  # fmt: skip
+_HELD = frozenset(
+    {
+        BytesRole.GRADIENTS,
+        BytesRole.GATHERED,
+        BytesRole.COMMUNICATION,
+        BytesRole.PARAMETERS,
+        BytesRole.MASTERS,
+        BytesRole.STATES,
+        BytesRole.BUFFERS,
+    }
+)
 _BUNDLE = "paraplan.pack"
 _ACTIVATIONS = frozenset(
     {BytesRole.SAVED, BytesRole.RECOMPUTED, BytesRole.FORWARD, BytesRole.BACKWARD, BytesRole.HALVES}
@@ -163,7 +186,8 @@ def peak_of(program: RankProgram, trace: RankTrace, model: Program, backend: str
     tensors = [(role, kind, each) for (role, kind), each in told if each.dtype]
     ranked = sorted(tensors, key=lambda item: (-item[2].nbytes, item[2].maker, item[2].name))
     return Peak(
-        nbytes=trace.peak_bytes, place=place,
+        nbytes=trace.peak_bytes,
+        place=place,
         at_s=next((point.end_s for point in trace.memory if point.step == place[0]), 0.0),
         roles=tuple(
             RoleBytes(role=key[0], kind=key[1], tier=key[2], nbytes=sizes[key], count=counts[key])
@@ -171,18 +195,28 @@ def peak_of(program: RankProgram, trace: RankTrace, model: Program, backend: str
         ),
         tensors=tuple(_tensor(*item) for item in ranked),
         rounding_bytes=sum(-each.nbytes % CUDA_BLOCK_BYTES for _, _, each in tensors if not each.tier)
-        if backend == "cuda" else 0,
-    )  # fmt: skip
+        if backend == "cuda"
+        else 0,
+    )
 
 
 def _tensor(role: BytesRole, kind: int, each: Alive) -> Tensor:
     held = bool(each.names) and role not in _ACTIVATIONS
     holder = next((name for name in each.names if held or str(name) == each.name), None)
     return Tensor(
-        name=each.name if holder is None else str(holder), holder=holder,
-        others=len(each.names) - 1 if held else 0, role=role, kind=kind, tier=each.tier, nbytes=each.nbytes,
-        dtype=each.dtype, shape=each.shape, maker=each.maker, reader=each.reader, out=each.out,
-    )  # fmt: skip
+        name=each.name if holder is None else str(holder),
+        holder=holder,
+        others=len(each.names) - 1 if held else 0,
+        role=role,
+        kind=kind,
+        tier=each.tier,
+        nbytes=each.nbytes,
+        dtype=each.dtype,
+        shape=each.shape,
+        maker=each.maker,
+        reader=each.reader,
+        out=each.out,
+    )
 
 
 class _Roles:

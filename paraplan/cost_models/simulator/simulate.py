@@ -18,8 +18,9 @@ from paraplan.cost_models.bound import stream_bound
 from paraplan.cost_models.communication.move_costs import COPY
 from paraplan.cost_models.costs import COMPUTE, UPDATE, Costs, update_stream
 from paraplan.cost_models.simulator.block_replay import TimeBlock, compile_time
-from paraplan.cost_models.simulator.live_bytes import MemoryWalk, StepMemory
+from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.message_times import Key, Mailbox
+from paraplan.cost_models.simulator.step_memory import StepMemory
 from paraplan.cost_models.simulator.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.names import Role
@@ -220,14 +221,23 @@ class RankEngine:
         copies = {stream: work.pop(stream) for stream in [*work] if stream.startswith(COPY)}
         updates = {stream: work.pop(stream) for stream in [*work] if stream.startswith(UPDATE)}
         return RankTrace(
-            step_s=self.time.end_s, peak_bytes=self.peak[0], peak_step=self.peak[1], peak_instr=self.peak[2],
-            start_bytes=self.start_bytes, compute_s=compute, comm_s=work,
+            step_s=self.time.end_s,
+            peak_bytes=self.peak[0],
+            peak_step=self.peak[1],
+            peak_instr=self.peak[2],
+            start_bytes=self.start_bytes,
+            compute_s=compute,
+            comm_s=work,
             exposed_comm_s=self.time.waited_s + (self.time.end_s - self.time.clock[COMPUTE]),
-            spans=tuple(self.time.spans), memory=tuple(self.points), copy_s=copies,
+            spans=tuple(self.time.spans),
+            memory=tuple(self.points),
+            copy_s=copies,
             bubble_s=self.time.bubble_s,
-            exposed_copy_s=self.time.stalled_s(COPY), update_s=updates, exposed_update_s=self.time.stalled_s(UPDATE),
+            exposed_copy_s=self.time.stalled_s(COPY),
+            update_s=updates,
+            exposed_update_s=self.time.stalled_s(UPDATE),
             tier_peak_bytes={tier: peak for tier, peak in self.tier_peaks.items() if peak},
-        )  # fmt: skip
+        )
 
     def _key(self, step: Step) -> Key:
         return self.program.transfers[step.transfer].message, step.microbatch

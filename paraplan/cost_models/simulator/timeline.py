@@ -155,7 +155,14 @@ class TimeWalk:
     def _span(self, step: Step, stream: str, start: float, end: float, label: str, busy: float) -> None:
         if end > start:
             span = Span(
-                stream=stream, start_s=start, end_s=end, label=label, action=step.action, segment=step.segment,
-                microbatch=step.microbatch, phase=step.phase.value, busy_s=busy,
-            )  # fmt: skip
+                stream=stream,
+                start_s=start,
+                end_s=end,
+                label=label,
+                action=step.action,
+                segment=step.segment,
+                microbatch=step.microbatch,
+                phase=step.phase.value,
+                busy_s=busy,
+            )
             self.spans.append(span)

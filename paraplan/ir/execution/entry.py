@@ -57,6 +57,13 @@ class Entry(Value, frozen=True, kw_only=True):
     def key(self) -> tuple[object, ...]:
         """What prediction and recording must agree on."""
         return (
-            self.action, self.segment, self.microbatch, self.target, self.shapes,
-            self.allocated_bytes, self.freed_bytes, self.collective, self.tiers,
-        )  # fmt: skip
+            self.action,
+            self.segment,
+            self.microbatch,
+            self.target,
+            self.shapes,
+            self.allocated_bytes,
+            self.freed_bytes,
+            self.collective,
+            self.tiers,
+        )

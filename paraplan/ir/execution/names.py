@@ -230,12 +230,12 @@ class Name(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
 
 
 LOSS, LOSS_SCALE = Name(Role.LOSS), Name(Role.LOSS_SCALE)
-
 _ROLES = {
-    Source.PARAMETER: Role.PARAMETER, Source.BATCH: Role.BATCH, Source.BUFFER: Role.BUFFER, Source.SEGMENT: Role.VALUE,
-}  # fmt: skip
-
-
+    Source.PARAMETER: Role.PARAMETER,
+    Source.BATCH: Role.BATCH,
+    Source.BUFFER: Role.BUFFER,
+    Source.SEGMENT: Role.VALUE,
+}
 P = ParamSpec("P")
 
 

@@ -61,8 +61,9 @@ def meetings(
                 here, there = (action.stage, action.microbatch), (action.stage + step, action.microbatch)
                 other = Action(stage=there[0], kind=kind, microbatch=there[1])
                 found[index, action] = {
-                    **dict.fromkeys(runners.get(here, []), action), **dict.fromkeys(runners.get(there, []), other)
-                }  # fmt: skip
+                    **dict.fromkeys(runners.get(here, []), action),
+                    **dict.fromkeys(runners.get(there, []), other),
+                }
     return found
 
 

@@ -136,9 +136,11 @@ def split_classes(schedule: Schedule, kinds: tuple[Hashable, ...]) -> Schedule:
     pairs = zip(schedule.rank_class, kinds, strict=True)
     rank_class = tuple(found.setdefault((schedule.classes[old], kind), len(found)) for old, kind in pairs)
     return Schedule(
-        name=schedule.name, classes=tuple(actions for actions, _ in found), rank_class=rank_class,
+        name=schedule.name,
+        classes=tuple(actions for actions, _ in found),
+        rank_class=rank_class,
         num_replicas=schedule.num_replicas,
-    )  # fmt: skip
+    )
 
 
 def spread(schedule: Schedule, positions: tuple[int, ...]) -> Schedule:

@@ -179,9 +179,11 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             links.append(self.between_nodes)
         slowest = min(links, key=lambda link: link.bytes_per_s)
         return Link(
-            bytes_per_s=slowest.bytes_per_s, latency_s=max(link.latency_s for link in links), source=slowest.source,
+            bytes_per_s=slowest.bytes_per_s,
+            latency_s=max(link.latency_s for link in links),
+            source=slowest.source,
             device_share=max(link.device_share for link in links),
-        )  # fmt: skip
+        )
 
     def reserves_of(self, device: Device) -> tuple[Reserve, ...]:
         """What of a device's memory is kept from a plan's tensors here."""
@@ -264,27 +266,37 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         half, eight = ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")
         rates = {"float64": 2.5e10, "float32": 5e10, **dict.fromkeys(half, 1e10), **dict.fromkeys(eight, 4e10)}
         device = Device(
-            kind="cpu", memory_bytes=memory_bytes + sum(each.nbytes for each in reserves), reserves=reserves,
-            memory_bytes_per_s=8e9 * share, launch_s=4e-6 / share, backend="cpu",
+            kind="cpu",
+            memory_bytes=memory_bytes + sum(each.nbytes for each in reserves),
+            reserves=reserves,
+            memory_bytes_per_s=8e9 * share,
+            launch_s=4e-6 / share,
+            backend="cpu",
             flops_per_s={dtype: rate * share for dtype, rate in rates.items()},
             source=f"one thread of a 2024 server CPU, measured with torch matmul and copy{shared}",
             sources={
                 **dict.fromkeys(("float64", "float32", *half), "torch matmul"),
                 **dict.fromkeys(eight, "torch._scaled_mm, which multiplies in float32"),
-                "memory_bytes": "assumed", "memory_bytes_per_s": "torch copy",
+                "memory_bytes": "assumed",
+                "memory_bytes_per_s": "torch copy",
             },
-        )  # fmt: skip
+        )
         group = NodeGroup(
-            nodes=1, devices_per_node=num_devices, device=device,
+            nodes=1,
+            devices_per_node=num_devices,
+            device=device,
             in_node=Link(
-                bytes_per_s=1e9 * share, latency_s=1.5e-4 / share,
+                bytes_per_s=1e9 * share,
+                latency_s=1.5e-4 / share,
                 source=f"Gloo over loopback, measured on such a CPU{shared}",
             ),
             host=Link(bytes_per_s=4e9 * share, latency_s=1e-5 / share, source="a copy in memory"),
             disk=Link(bytes_per_s=5e8, latency_s=1e-4, source="a SATA drive: assumed"),
-            host_memory_bytes=16 << 30, disk_bytes=64 << 30, host_memory_bytes_per_s=8e9 * num_devices * share,
+            host_memory_bytes=16 << 30,
+            disk_bytes=64 << 30,
+            host_memory_bytes_per_s=8e9 * num_devices * share,
             host_memory_source="torch copy, a thread per process",
-        )  # fmt: skip
+        )
         return check_cluster(cls(name=f"local:{num_devices}", groups=(group,)))
 
 

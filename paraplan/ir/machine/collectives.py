@@ -83,9 +83,12 @@ class Collective:
 
 
 ALL_REDUCE = Collective(
-    name="all_reduce", sent_share=lambda n: 2 * (n - 1) / n, change=(Partial, Replicate), reductions=("sum", "max"),
+    name="all_reduce",
+    sent_share=lambda n: 2 * (n - 1) / n,
+    change=(Partial, Replicate),
+    reductions=("sum", "max"),
     in_place=True,
-)  # fmt: skip
+)
 """The reduction of all ranks' tensors, on all of them."""
 
 ALL_GATHER = Collective(name="all_gather", sent_share=lambda n: n - 1.0, change=(Shard, Replicate), joins=True)

@@ -96,10 +96,17 @@ def _holding(plan: Plan, mesh: Mesh, stages: tuple[int, ...]) -> Holding:
     )
     written = tuple(name for name in buffers if program.buffer_updates.get(name) in made)
     return Holding(
-        mesh, stages, segments, stage_of, params, _agreed(held, "batch"), buffers, written,
+        mesh,
+        stages,
+        segments,
+        stage_of,
+        params,
+        _agreed(held, "batch"),
+        buffers,
+        written,
         trained=tuple(name for name in trained_params(program) if name in params),
         graded=tuple(name for name in program.params if name in graded),
-    )  # fmt: skip
+    )
 
 
 def _agreed(held: list[tuple[int, Stage]], what: str) -> dict:  # type: ignore[type-arg]

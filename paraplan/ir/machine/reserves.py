@@ -42,21 +42,25 @@ def cuda_reserves(memory_bytes: int, channels: int, said_of_channels: str) -> tu
     """
     return (
         Reserve(
-            what="CUDA context", nbytes=_CONTEXT_BYTES,
+            what="CUDA context",
+            nbytes=_CONTEXT_BYTES,
             source="driver, and kernels loaded as they are used: 300 MB by pytorch issue 107667; 1.06 GB on an H100, "
             "with a communicator's own, by NVIDIA/nccl issue 1685",
         ),
         Reserve(
-            what="NCCL buffers", nbytes=_COMMUNICATORS * channels * _NEIGHBOURS * _CHANNEL_BYTES, joined=True,
+            what="NCCL buffers",
+            nbytes=_COMMUNICATORS * channels * _NEIGHBOURS * _CHANNEL_BYTES,
+            joined=True,
             source=f"{_COMMUNICATORS} communicators of {channels} channels ({said_of_channels}), each with 10 MiB of "
             "buffers (NVIDIA/nccl issue 1685) for either neighbour",
         ),
         Reserve(
-            what="allocator", nbytes=int(memory_bytes * _MISSED_SHARE),
+            what="allocator",
+            nbytes=int(memory_bytes * _MISSED_SHARE),
             source="what the replay of the caching allocator does not see: cuBLAS' workspaces (32 MiB for every handle "
             "and stream on Hopper), streams, pieces; of the size of its errors on published rows (docs/benchmarks.md)",
         ),
-    )  # fmt: skip
+    )
 
 
 def cpu_reserves(plan_bytes: int) -> tuple[Reserve, ...]:
@@ -64,10 +68,11 @@ def cpu_reserves(plan_bytes: int) -> tuple[Reserve, ...]:
     said = "what plans at the edge of a hard limit took beyond their peaks (python -m benchmarks.hard_limit)"
     return (
         Reserve(
-            what="process", nbytes=_PROCESS_BYTES,
+            what="process",
+            nbytes=_PROCESS_BYTES,
             source=f"Python, torch and their objects, threads, scratch of kernels: {said}",
         ),
         Reserve(
             what="allocator", nbytes=int(plan_bytes * _PIECES_SHARE), source=f"malloc's rounding up and pieces: {said}"
         ),
-    )  # fmt: skip
+    )

@@ -213,9 +213,13 @@ def _may_lie(shape: Dims, padded: tuple[Dims, ...], layout: Layout, mesh_shape: 
 
 @lru_cache(maxsize=1024)
 def _table(
-    shape: Dims, padded: tuple[Dims, ...], size: int, mesh_shape: Dims, along: tuple[tuple[Placement, ...], ...],
+    shape: Dims,
+    padded: tuple[Dims, ...],
+    size: int,
+    mesh_shape: Dims,
+    along: tuple[tuple[Placement, ...], ...],
     maxima: bool,
-) -> ReshardTable:  # fmt: skip
+) -> ReshardTable:
     free: tuple[Placement, ...] = (R, P, *((Partial(op="max"),) if maxima else ()), *(S(d) for d in range(len(shape))))
     options = (*along, *((free,) * (len(mesh_shape) - len(along))))
     layouts = tuple(lay for lay in itertools.product(*options) if _may_lie(shape, padded, lay, mesh_shape))

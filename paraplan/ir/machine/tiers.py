@@ -55,14 +55,26 @@ TIERS: dict[str, TierKind] = {
     each.name: each
     for each in (
         TierKind(
-            "host", "the host", "on the host", "host memory", "host_memory_bytes", "free host memory",
-            rate="host_memory_bytes_per_s", source="host_memory_source",
+            "host",
+            "the host",
+            "on the host",
+            "host memory",
+            "host_memory_bytes",
+            "free host memory",
+            rate="host_memory_bytes_per_s",
+            source="host_memory_source",
         ),
         TierKind(
-            "disk", "disk", "on disk", "disk", "disk_bytes", "free space or name another folder", through="host",
+            "disk",
+            "disk",
+            "on disk",
+            "disk",
+            "disk_bytes",
+            "free space or name another folder",
+            through="host",
         ),
     )
-}  # fmt: skip
+}
 """By name, the nearest first."""
 
 NEAREST = next(iter(TIERS))

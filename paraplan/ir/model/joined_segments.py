@@ -135,11 +135,13 @@ def _instance(program: Program, run: range, wiring: _Wiring, outside: tuple[str,
         return [name for pair in pairs for name, found in pair if found == fate]
 
     return Segment(
-        kind=kind, params=tuple(name for each in every for name in each.params), inputs=outside,
+        kind=kind,
+        params=tuple(name for each in every for name in each.params),
+        inputs=outside,
         outputs=tuple(with_fate("out")),
         asides=(*(name for each in every for name in each.asides), *with_fate("aside")),
         seeds=tuple(number for each in every for number in each.seeds),
-    )  # fmt: skip
+    )
 
 
 class _JoinedKind:
@@ -177,16 +179,26 @@ class _JoinedKind:
         inside = [given[0], given[1], given[2], tuple(text for text in tangents.values() if text)]
         results = (*outputs.values(), *param_grads, *input_grads)
         graph = Graph(
-            inputs=tuple(text for names in inside for text in names), outputs=results, values=self.values,
-            ops=tuple(self.ops), sources=tuple(self.sources),
-        )  # fmt: skip
+            inputs=tuple(text for names in inside for text in names),
+            outputs=results,
+            values=self.values,
+            ops=tuple(self.ops),
+            sources=tuple(self.sources),
+        )
         asides = [names[local] for part, names in zip(self.parts, self.names, strict=True) for local in part.asides]
         return SegmentKind(
-            name=name, graph=graph, params=given[0], inputs=given[1], seeds=given[2], outputs=tuple(outputs.values()),
-            tangents=tuple(tangents.values()), input_grads=input_grads, param_grads=param_grads,
+            name=name,
+            graph=graph,
+            params=given[0],
+            inputs=given[1],
+            seeds=given[2],
+            outputs=tuple(outputs.values()),
+            tangents=tuple(tangents.values()),
+            input_grads=input_grads,
+            param_grads=param_grads,
             asides=(*asides, *self._outputs("aside").values()),
             own_backward=any(part.own_backward for part in self.parts),
-        )  # fmt: skip
+        )
 
     def _given(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Names the parameters, inputs and seeds, and every part's own values."""
@@ -227,11 +239,15 @@ class _JoinedKind:
             if op.phase is not phase:
                 continue
             source = self.sources.setdefault(part.graph.sources[op.source], len(self.sources)) if op.source >= 0 else -1
-            self.ops.append(msgspec.structs.replace(
-                op, args=map_refs(op.args, names.__getitem__),
-                kwargs={key: map_refs(arg, names.__getitem__) for key, arg in op.kwargs.items()},
-                outs=tuple(self._named(at, out) for out in op.outs), source=source,
-            ))  # fmt: skip
+            self.ops.append(
+                msgspec.structs.replace(
+                    op,
+                    args=map_refs(op.args, names.__getitem__),
+                    kwargs={key: map_refs(arg, names.__getitem__) for key, arg in op.kwargs.items()},
+                    outs=tuple(self._named(at, out) for out in op.outs),
+                    source=source,
+                )
+            )
             self.values |= {names[out]: part.graph.values[out] for out in op.outs if out is not None}
 
     def _backwards(self, tangents: dict[tuple[int, int], str | None]) -> bool:

@@ -229,9 +229,7 @@ def given_inputs(program: Program) -> dict[str, BatchInput]:
 
 def _times(entry: BatchInput, count: int) -> BatchInput:
     shape = tuple(n * count if dim == entry.batch_dim else n for dim, n in enumerate(entry.spec.shape))
-    return BatchInput(
-        spec=TensorSpec(entry.spec.dtype, shape), batch_dim=entry.batch_dim, attribute=entry.attribute
-    )  # fmt: skip
+    return BatchInput(spec=TensorSpec(entry.spec.dtype, shape), batch_dim=entry.batch_dim, attribute=entry.attribute)
 
 
 def trained_params(program: Program, first: int = 0, stop: int | None = None) -> tuple[str, ...]:

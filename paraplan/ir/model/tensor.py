@@ -7,11 +7,21 @@ import math
 from paraplan.ir.struct import Value
 
 DTYPE_BYTES: dict[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "complex64": 8, "complex128": 16,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
 
 COMPLEX = frozenset({"complex64", "complex128"})
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})

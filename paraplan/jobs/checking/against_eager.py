@@ -40,8 +40,13 @@ UNBOUNDED = 1e-3
 BASE = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 1e-4), "bf16": (2e-2, 5e-2), "fp16": (3e-3, 1e-2), "fp8": (5e-2, 3e-1)}
 """Per precision, what the loss and tensors may be off by whatever eager rounding is."""
 
-_OWN = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-        "fp8": torch.bfloat16}  # fmt: skip
+_OWN = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 _NAMED = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -120,9 +125,14 @@ class AgainstEager:
         self.last: Taken | None = None
 
     def compare(
-        self, batch: Tensors, params: Tensors, buffers: Tensors, seeds: Sequence[int], found: StepOutcome,
+        self,
+        batch: Tensors,
+        params: Tensors,
+        buffers: Tensors,
+        seeds: Sequence[int],
+        found: StepOutcome,
         captured: Callable[[Program, Sequence[int]], StepOutcome],
-    ) -> Verdict:  # fmt: skip
+    ) -> Verdict:
         """A step against the eager model's from the same start.
 
         Args:

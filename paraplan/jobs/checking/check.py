@@ -137,9 +137,14 @@ class SingleDevice:
         self.errors.failure = shared_numbers(plan.program)
 
     def compare(
-        self, batch: Tensors, clip: float | None, loss: float, grads: Tensors, params: Tensors | None,
+        self,
+        batch: Tensors,
+        clip: float | None,
+        loss: float,
+        grads: Tensors,
+        params: Tensors | None,
         buffers: Tensors | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take the same step and note the errors.
 
         Args:
@@ -175,9 +180,15 @@ class SingleDevice:
         self._step += 1
 
     def _against_captured(
-        self, loss: float, grads: Mapping[str, Tensor | None] | None, params: Tensors | None, buffers: Tensors | None,
-        wanted_loss: float, wanted: Tensors, before: Tensors,
-    ) -> list[Fault]:  # fmt: skip
+        self,
+        loss: float,
+        grads: Mapping[str, Tensor | None] | None,
+        params: Tensors | None,
+        buffers: Tensors | None,
+        wanted_loss: float,
+        wanted: Tensors,
+        before: Tensors,
+    ) -> list[Fault]:
         captured, errors, noise = self.captured, self.errors, self.eager.noise
         floor = floor_of(self.program.precision)
         limit, updated = self._limit, UPDATED.get(self.program.precision, UPDATED_NARROW)
@@ -186,9 +197,10 @@ class SingleDevice:
         errors.loss = max(errors.loss, off.error)
         masters = {name: captured.masters[name] for name in captured.trained}
         for kind, what, found, right in (
-            ("grad", "gradient of", grads, wanted), ("param", "parameter", params, masters),
+            ("grad", "gradient of", grads, wanted),
+            ("param", "parameter", params, masters),
             ("param", "buffer", buffers, captured.buffers),
-        ):  # fmt: skip
+        ):
             if found is None:
                 continue
             there = {name: found.get(name, before.get(name)) for name in right}

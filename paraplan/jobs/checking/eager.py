@@ -31,9 +31,11 @@ Tensors = Mapping[str, Tensor]
 Cast = Callable[[Tensor], Tensor]
 _HALVES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _NARROW = {
-    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
     torch.complex64: torch.complex128,
-}  # fmt: skip
+}
 _OWN = {"_parameters", "_buffers", "_modules"}
 _PLAIN = (bool, int, float, complex, str, type(None), Tensor)
 

@@ -23,9 +23,14 @@ _RATE = 1e-3
 
 
 def rehearse(
-    plan: Plan, programs: Sequence[RankProgram], model: nn.Module, batches: Sequence[Mapping[str, Any]],
-    loss_fn: Callable[..., Any] | None, loss: LossChoice, seed: int,
-) -> LargestErrors:  # fmt: skip
+    plan: Plan,
+    programs: Sequence[RankProgram],
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    loss_fn: Callable[..., Any] | None,
+    loss: LossChoice,
+    seed: int,
+) -> LargestErrors:
     """A step for every batch, each compared.
 
     Args:

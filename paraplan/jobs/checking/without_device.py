@@ -24,9 +24,12 @@ aten = torch.ops.aten
 def dispatched_methods() -> Iterator[None]:
     """Within it, `copy_`, `contiguous`, `~` and indexing are ops."""
     methods = {
-        "copy_": _copy, "contiguous": _contiguous, "__invert__": _invert, "__getitem__": _item,
+        "copy_": _copy,
+        "contiguous": _contiguous,
+        "__invert__": _invert,
+        "__getitem__": _item,
         "__setitem__": _set_item,
-    }  # fmt: skip
+    }
     with patch.multiple(Tensor, **methods), _Products():
         yield
 

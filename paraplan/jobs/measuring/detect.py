@@ -35,11 +35,20 @@ from paraplan.jobs.measuring.topology import (
 )
 
 _NAMES = (
-    (r"V100-SXM\d-32GB", "V100-32"), (r"A100-SXM4-40GB", "A100-40"), (r"A100-SXM4-80GB", "A100-80"),
-    (r"A100-PCIE-40GB", "A100-40-PCIe"), (r"A100 80GB PCIe", "A100-80-PCIe"), (r"H100 80GB HBM3", "H100"),
-    (r"H100 PCIe", "H100-PCIe"), (r"\bH100$", "H100-HBM2e-96"), (r"\bH200$", "H200"), (r"\bB200$", "B200"),
-    (r"MI300X", "MI300X"), (r"L40S$", "L40S"), (r"RTX 4090$", "RTX4090"),
-)  # fmt: skip
+    (r"V100-SXM\d-32GB", "V100-32"),
+    (r"A100-SXM4-40GB", "A100-40"),
+    (r"A100-SXM4-80GB", "A100-80"),
+    (r"A100-PCIE-40GB", "A100-40-PCIe"),
+    (r"A100 80GB PCIe", "A100-80-PCIe"),
+    (r"H100 80GB HBM3", "H100"),
+    (r"H100 PCIe", "H100-PCIe"),
+    (r"\bH100$", "H100-HBM2e-96"),
+    (r"\bH200$", "H200"),
+    (r"\bB200$", "B200"),
+    (r"MI300X", "MI300X"),
+    (r"L40S$", "L40S"),
+    (r"RTX 4090$", "RTX4090"),
+)
 """What the driver calls a device (the end of its name), and the catalog."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -104,12 +113,17 @@ def gpu_cluster(gpus: tuple[Gpu, ...], launch: JobTopology, env: Mapping[str, st
     count = len(gpus)
     used = min(launch.processes_per_node or count, count)
     group = NodeGroup(
-        nodes=launch.nodes, devices_per_node=used, device=gpu_device(gpus, entry),
-        in_node=found or _assumed(usual.in_node), host=_host(usual, pcie), disk=_assumed(usual.disk),
-        host_memory_bytes=memory_bytes() * used // count, disk_bytes=_disk_bytes(),
+        nodes=launch.nodes,
+        devices_per_node=used,
+        device=gpu_device(gpus, entry),
+        in_node=found or _assumed(usual.in_node),
+        host=_host(usual, pcie),
+        disk=_assumed(usual.disk),
+        host_memory_bytes=memory_bytes() * used // count,
+        disk_bytes=_disk_bytes(),
         host_memory_bytes_per_s=usual.host_memory_bytes_per_s_per_device * used,
         host_memory_source=f"assumed: {usual.host_memory_source}",
-    )  # fmt: skip
+    )
     return _cluster(group, launch, usual)
 
 
@@ -118,9 +132,7 @@ def gpu_device(gpus: tuple[Gpu, ...], entry: CatalogEntry | None) -> Device:
     memory = min(gpu.memory_bytes for gpu in gpus)
     reported = {"memory_bytes": "reported by the driver"}
     if entry is not None:
-        return msgspec.structs.replace(
-            entry.device, memory_bytes=memory, sources={**entry.device.sources, **reported}
-        )  # fmt: skip
+        return msgspec.structs.replace(entry.device, memory_bytes=memory, sources={**entry.device.sources, **reported})
     return measured_device(gpus[0].name, "cuda", memory, reported["memory_bytes"], 1)
 
 
@@ -131,10 +143,17 @@ def cpu_cluster(processes: int, launch: JobTopology) -> ClusterSpec:
     said = f"{memory / 2**30:.1f} GiB of this machine shared by {processes} processes"
     device = measured_device("cpu", "cpu", max(1, memory // processes), said, processes, cores)
     group = NodeGroup(
-        nodes=launch.nodes, devices_per_node=processes, in_node=_assumed(usual.in_node), host=_assumed(usual.host),
-        device=device, disk=_assumed(usual.disk), host_memory_bytes=memory, disk_bytes=_disk_bytes(),
-        host_memory_bytes_per_s=device.memory_bytes_per_s * processes, host_memory_source="the processes' own memory",
-    )  # fmt: skip
+        nodes=launch.nodes,
+        devices_per_node=processes,
+        in_node=_assumed(usual.in_node),
+        host=_assumed(usual.host),
+        device=device,
+        disk=_assumed(usual.disk),
+        host_memory_bytes=memory,
+        disk_bytes=_disk_bytes(),
+        host_memory_bytes_per_s=device.memory_bytes_per_s * processes,
+        host_memory_source="the processes' own memory",
+    )
     return _cluster(group, launch, usual)
 
 
@@ -154,16 +173,20 @@ def measured_device(
     shared = f", {cores} cores shared by {processes} processes" if backend == "cpu" else ""
     said = (4, "as over PCIe: assumed")
     return Device(
-        kind=kind, memory_bytes=memory, memory_bytes_per_s=_rounded(bandwidth / processes), backend=backend,
+        kind=kind,
+        memory_bytes=memory,
+        memory_bytes_per_s=_rounded(bandwidth / processes),
+        backend=backend,
         flops_per_s={dtype: _rounded(rate / processes) for dtype, rate in rates.items()},
         launch_s=_rounded(launch_s(backend)),
         reserves=cpu_reserves(memory) if backend == "cpu" else cuda_reserves(memory, *said),
         source=f"measured here with torch {torch.__version__}{shared}",
         sources={
-            **dict.fromkeys(rates, "torch.mm, measured"), "memory_bytes": said_of_memory,
+            **dict.fromkeys(rates, "torch.mm, measured"),
+            "memory_bytes": said_of_memory,
             "memory_bytes_per_s": "torch copy, measured",
         },
-    )  # fmt: skip
+    )
 
 
 def _rounded(value: float) -> float:

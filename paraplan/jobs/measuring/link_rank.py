@@ -87,10 +87,18 @@ def measure(largest: int, device: str) -> LinkTimes:
                 shares += [share] if input_bytes >= LARGE_BYTES else []
                 usual = statistics.fmean(sorted(rounds)[:-1])
                 low, _, high = statistics.quantiles(rounds, n=4)
-                found.append(CollectiveTime(
-                    target=target, size=size, local_size=min(size, local), input_bytes=4 * x.numel(), seconds=usual,
-                    spread=(high - low) / usual, samples=len(rounds), called_s=min(called, usual),
-                ))  # fmt: skip
+                found.append(
+                    CollectiveTime(
+                        target=target,
+                        size=size,
+                        local_size=min(size, local),
+                        input_bytes=4 * x.numel(),
+                        seconds=usual,
+                        spread=(high - low) / usual,
+                        samples=len(rounds),
+                        called_s=min(called, usual),
+                    )
+                )
     share = statistics.median(shares) if shares and device == "cpu" else 0.0
     return LinkTimes(times=tuple(found), device_share=min(1.0, max(0.0, round(share, 2))))
 

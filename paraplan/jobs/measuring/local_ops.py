@@ -114,20 +114,31 @@ def whole_plan(program: Program, cluster: ClusterSpec, optimizer: Optimizer) -> 
     whole = layout_text((R,))
     choices = tuple(
         KindChoice(
-            kind=index, ops=("-",) * len(kind.graph.ops),
+            kind=index,
+            ops=("-",) * len(kind.graph.ops),
             input_grads=tuple(None if grad is None else whole for grad in kind.input_grads),
         )
         for index, kind in enumerate(program.kinds)
-    )  # fmt: skip
+    )
     stage = Stage(
-        first=0, stop=len(program.segments), mesh=mesh, choices=choices, batch=dict.fromkeys(program.batch, whole),
+        first=0,
+        stop=len(program.segments),
+        mesh=mesh,
+        choices=choices,
+        batch=dict.fromkeys(program.batch, whole),
         segment_choice=tuple(segment.kind for segment in program.segments),
         params=dict.fromkeys(program.params, ParamLayouts(stored=whole, grad=whole, state=whole)),
-    )  # fmt: skip
+    )
     return Plan(
-        made_with={}, model=ModelRef(display=""), program=program, cluster=cluster, num_microbatches=1,
-        optimizer=optimizer, stages=(stage,), schedule=accumulate(1, 1),
-    )  # fmt: skip
+        made_with={},
+        model=ModelRef(display=""),
+        program=program,
+        cluster=cluster,
+        num_microbatches=1,
+        optimizer=optimizer,
+        stages=(stage,),
+        schedule=accumulate(1, 1),
+    )
 
 
 @dataclass(frozen=True)
@@ -220,13 +231,15 @@ def _local_op(block: Block, instr: Instr) -> LocalOp:
     names = tuple(refs((instr.args, tuple(instr.kwargs.values()))))
     args = tuple(map_refs(arg, number) for arg in instr.args)
     return LocalOp(
-        instr.target, args, {key: map_refs(arg, number) for key, arg in instr.kwargs.items()},
+        instr.target,
+        args,
+        {key: map_refs(arg, number) for key, arg in instr.kwargs.items()},
         tuple(measured(name) for name in names),
         tuple(
             None if name is None else Measured(block.values[name].dtype, block.values[name].shape)
             for name in instr.outs
         ),
-    )  # fmt: skip
+    )
 
 
 def meshes(ways: int) -> tuple[Dims, ...]:
@@ -273,7 +286,7 @@ def _op_locals(op: Op, graph: Graph, lies: Sequence[Mapping[str, Dims]], ways: i
 
 def _emit(
     op: Op, graph: Graph, strategy: Strategy, mesh_shape: Dims, strides: Mapping[str, Dims], names: dict[str, str]
-) -> Block:  # fmt: skip
+) -> Block:
     """The block of one op under a strategy, its results as computed."""
 
     def extended(layouts: tuple[Layout | None, ...]) -> tuple[Layout | None, ...]:
@@ -301,8 +314,12 @@ def _emit(
     renamed = Op(target=op.target, args=args, kwargs=kwargs, outs=outs, phase=op.phase, rule=op.rule)
     computed = extended(strategy.computed)
     inputs = tuple((R, *layout) for layout in strategy.inputs)
-    emitter.op(renamed, Graph(inputs=tuple(given.values()), outputs=outs, values=values, ops=(renamed,)),
-               Strategy(strategy.key, inputs, computed, computed), 0)  # fmt: skip
+    emitter.op(
+        renamed,
+        Graph(inputs=tuple(given.values()), outputs=outs, values=values, ops=(renamed,)),
+        Strategy(strategy.key, inputs, computed, computed),
+        0,
+    )
     return emitter.finish(
         tuple(
             None if out is None or lay is None else emitter.get(out, lay)
@@ -346,5 +363,5 @@ def moves(dtype: str = "float32") -> tuple[LocalOp, ...]:
             LocalOp("paraplan.write", ("%0", "%1"), {}, (square, square), ()),
             LocalOp("paraplan.pack", (("%0", "%1"), 1, (0, 0)), {}, (flat, flat), (Measured(dtype, (2 * count,)),)),
             LocalOp("aten.add_.Tensor", ("%0", "%1"), {}, (square, square), (square,)),
-        ]  # fmt: skip
+        ]
     return tuple(found)

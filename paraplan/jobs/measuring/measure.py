@@ -17,9 +17,12 @@ from paraplan.kernels.float8_kernels import product
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _DTYPES = {
-    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn,
-}  # fmt: skip
+}
 
 
 def matmul_flops_per_s(dtype: str, device: str = "cpu", seconds: float = 0.1) -> float | None:

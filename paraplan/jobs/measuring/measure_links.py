@@ -70,10 +70,11 @@ def measure_links(
     backend = cluster.backend
     fit = fit_link([each for each in times if each.local_size == each.size], backend)
     measured = Link(
-        bytes_per_s=float(f"{fit.bytes_per_s:.3g}"), latency_s=float(f"{fit.latency_s:.3g}"),
+        bytes_per_s=float(f"{fit.bytes_per_s:.3g}"),
+        latency_s=float(f"{fit.latency_s:.3g}"),
         device_share=found.device_share,
         source=f"fitted to collectives of {count} ranks here; median error {fit.median_error:.0%}",
-    )  # fmt: skip
+    )
     group = msgspec.structs.replace(cluster.groups[0], in_node=measured)
     if profile is not None:
         with ProfileWriter(profile, this_machine("cuda") if on_gpu else this_machine("cpu", processes=count)) as writer:
@@ -110,8 +111,13 @@ def _middle(jobs: Sequence[LinkTimes]) -> LinkTimes:
     for same in zip(*(job.times for job in jobs), strict=True):
         seconds = statistics.median(each.seconds for each in same)
         between = (max(each.seconds for each in same) - min(each.seconds for each in same)) / seconds
-        times.append(msgspec.structs.replace(
-            same[0], seconds=seconds, spread=max(between, *(each.spread for each in same)),
-            samples=sum(each.samples for each in same), called_s=statistics.median(each.called_s for each in same),
-        ))  # fmt: skip
+        times.append(
+            msgspec.structs.replace(
+                same[0],
+                seconds=seconds,
+                spread=max(between, *(each.spread for each in same)),
+                samples=sum(each.samples for each in same),
+                called_s=statistics.median(each.called_s for each in same),
+            )
+        )
     return LinkTimes(times=tuple(times), device_share=statistics.median(job.device_share for job in jobs))

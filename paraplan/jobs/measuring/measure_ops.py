@@ -76,15 +76,17 @@ def measure_view(device: str) -> OpTime:
     """Host time of an op that only reinterprets."""
     x = torch.zeros(8, 8, 8, device=device)
     calls: list[Callable[[], Tensor]] = [
-        lambda: torch.ops.aten.view.default(x, (64, 8)), lambda: torch.ops.aten.permute.default(x, (0, 2, 1)),
+        lambda: torch.ops.aten.view.default(x, (64, 8)),
+        lambda: torch.ops.aten.permute.default(x, (0, 2, 1)),
         lambda: torch.ops.aten.slice.Tensor(x, 1, 0, 4),
-    ]  # fmt: skip
+    ]
     samples = [sum(each) / len(calls) for each in zip(*(sample(call, "cpu") for call in calls), strict=False)]
     return _op_time(VIEW, 0, (), (), "", samples, 0)
 
 
-def measure_update(name: str, cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...],
-                   device: str) -> OpTime:  # fmt: skip
+def measure_update(
+    name: str, cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...], device: str
+) -> OpTime:
     """The time of an optimizer's update of one float32 parameter by its fused kernel: one of many, which a call updates
     together."""
     spec = Measured("float32", shape)
@@ -108,14 +110,28 @@ def _together(spec: Measured) -> int:
     return max(1, min(UPDATED_TOGETHER, UPDATED_BYTES // max(4 * spec.nbytes, 1)))
 
 
-def _op_time(target: str, flag: int, inputs: tuple[Measured, ...], outputs: tuple[Measured | None, ...], detail: str,
-             samples: list[float], workspace_bytes: int) -> OpTime:  # fmt: skip
+def _op_time(
+    target: str,
+    flag: int,
+    inputs: tuple[Measured, ...],
+    outputs: tuple[Measured | None, ...],
+    detail: str,
+    samples: list[float],
+    workspace_bytes: int,
+) -> OpTime:
     middle = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4)
     return OpTime(
-        target=target, flag=flag, inputs=inputs, outputs=outputs, detail=detail, seconds=middle,
-        spread=(high - low) / middle if middle else 0.0, samples=len(samples), workspace_bytes=workspace_bytes,
-    )  # fmt: skip
+        target=target,
+        flag=flag,
+        inputs=inputs,
+        outputs=outputs,
+        detail=detail,
+        seconds=middle,
+        spread=(high - low) / middle if middle else 0.0,
+        samples=len(samples),
+        workspace_bytes=workspace_bytes,
+    )
 
 
 def sample(run: Callable[[], object], device: str) -> list[float]:

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import metadata
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -142,14 +142,31 @@ def this_machine(device: str, threads: int = 1, processes: int = 1) -> Machine:
     if kind != "cpu":
         there = "cpu and cuda" if torch.cuda.is_available() else "cpu"
         raise ConstraintError(f"--device {device!r}: this machine has {there}")
-    return Profile(device="cpu", name=cpu_name(), torch=metadata.version("torch"), threads=threads,
-                   processes=processes)  # fmt: skip
+    return Profile(device="cpu", name=cpu_name(), torch=metadata.version("torch"), threads=threads, processes=processes)
+
+
+class CpuShare(NamedTuple):
+    """What a step has of a CPU.
+
+    threads: of each process.
+    processes: that share the machine's memory in a step: so many run each op at once while it is measured.
+    """
+
+    threads: int = 1
+    processes: int = 1
 
 
 def profile_program(
-    program: Program, path: Path, *, device: str = "cpu", ways: int = 8, optimizer: str = "adamw", threads: int = 1,
-    processes: int = 1, again: bool = False, tell: Callable[[str], None] = lambda text: None,
-) -> MeasuringRun:  # fmt: skip
+    program: Program,
+    path: Path,
+    *,
+    device: str = "cpu",
+    ways: int = 8,
+    optimizer: str = "adamw",
+    cpu: CpuShare | None = None,
+    again: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> MeasuringRun:
     """Measure what a file lacks of a program's local ops.
 
     Args:
@@ -158,8 +175,7 @@ def profile_program(
         device: where.
         ways: devices of the largest mesh.
         optimizer: whose update is measured.
-        threads: of a CPU process.
-        processes: of CPU that share the machine's memory in a step: so many run each op at once while it is measured.
+        cpu: what a step has of it; one thread of one process if left out.
         again: also what it has, and keep both by their samples: a machine that others use is quicker and slower for
             seconds on end, which a median over hundredths of one does not see.
         tell: told what is measured.
@@ -167,11 +183,12 @@ def profile_program(
         ProfileError: the file is none, or locked.
         ConstraintError: there is no such device.
     """
-    machine = this_machine(device, threads, processes)
+    cpu = cpu or CpuShare()
+    machine = this_machine(device, cpu.threads, cpu.processes)
     kind = _kind(device)
     done = MeasuringRun()
-    beside = companions(machine.processes - 1, threads)
-    with ProfileWriter(path, machine) as writer, _threads(threads), beside as others:
+    beside = companions(machine.processes - 1, cpu.threads)
+    with ProfileWriter(path, machine) as writer, _threads(cpu.threads), beside as others:
         meter = Meter(device, others, crowding(machine.processes))
         book = Book(writer, {op.full_key: op for op in writer.profile().ops}, again)
         for op in _always(optimizer, meter, book):
@@ -252,10 +269,15 @@ def json_of(done: MeasuringRun) -> dict[str, Any]:
     """The JSON object of `--json`."""
     assert done.profile is not None
     return {
-        "measured": done.measured, "known": done.known, "failed": done.failed, "ops": len(done.profile.ops),
-        "device": done.profile.device, "name": done.profile.name, "torch": done.profile.torch,
+        "measured": done.measured,
+        "known": done.known,
+        "failed": done.failed,
+        "ops": len(done.profile.ops),
+        "device": done.profile.device,
+        "name": done.profile.name,
+        "torch": done.profile.torch,
         "interpolation": {
             kind: {"points": e.points, "median_error": e.median, "ninth_decile_error": e.ninth_decile}
             for kind, e in done.errors.items()
         },
-    }  # fmt: skip
+    }

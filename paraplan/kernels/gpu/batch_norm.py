@@ -21,8 +21,21 @@ BLOCK, SAMPLES = 1024, 1024
 
 
 @triton.jit
-def _sums(x, g, mean, rstd, out, part, channels, space, count, per, both: tl.constexpr, block_c: tl.constexpr,
-          block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _sums(
+    x,
+    g,
+    mean,
+    rstd,
+    out,
+    part,
+    channels,
+    space,
+    count,
+    per,
+    both: tl.constexpr,
+    block_c: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     """Σ (x − mean)², or Σ g (x − mean) rstd and, `part` further on, Σ g, over a part of the samples."""
     kind = out.dtype.element_ty
     channel = tl.program_id(0) * block_c + tl.arange(0, block_c)
@@ -93,8 +106,22 @@ def _element(count, channels, space, many: tl.constexpr, block: tl.constexpr):  
 
 
 @triton.jit
-def _apply(x, mean, rstd, w, bias, out, count, channels, space, centred: tl.constexpr, weighed: tl.constexpr,
-           moved: tl.constexpr, many: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _apply(
+    x,
+    mean,
+    rstd,
+    w,
+    bias,
+    out,
+    count,
+    channels,
+    space,
+    centred: tl.constexpr,
+    weighed: tl.constexpr,
+    moved: tl.constexpr,
+    many: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     kind = rstd.dtype.element_ty
     at, there, channel = _element(count, channels, space, many, block)
     value = tl.load(x + at, mask=there, other=0.0).to(kind)
@@ -110,8 +137,23 @@ def _apply(x, mean, rstd, w, bias, out, count, channels, space, centred: tl.cons
 
 
 @triton.jit
-def _input_grad(g, x, mean, rstd, w, dw, db, out, count, channels, space, samples: tl.constexpr, weighed: tl.constexpr,
-                many: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _input_grad(
+    g,
+    x,
+    mean,
+    rstd,
+    w,
+    dw,
+    db,
+    out,
+    count,
+    channels,
+    space,
+    samples: tl.constexpr,
+    weighed: tl.constexpr,
+    many: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     kind = rstd.dtype.element_ty
     at, there, channel = _element(count, channels, space, many, block)
     spread = tl.load(rstd + channel, mask=there, other=0.0)

@@ -20,8 +20,22 @@ BLOCK = 1024
 
 
 @triton.jit
-def _rotary(x, cos, sin, out, rows, sizes, xs, cs, ss, os, half, transposed: tl.constexpr, width: tl.constexpr,
-            block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _rotary(
+    x,
+    cos,
+    sin,
+    out,
+    rows,
+    sizes,
+    xs,
+    cs,
+    ss,
+    os,
+    half,
+    transposed: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     last, rest = row % sizes[2], row // sizes[2]
     middle, first = rest % sizes[1], rest // sizes[1]
@@ -60,8 +74,9 @@ def _gated(gate, up, out, columns, gate_pitch, up_pitch, kind: tl.constexpr, blo
 
 
 @triton.jit
-def _gated_grad(g, gate, up, d_gate, d_up, columns, g_pitch, gate_pitch, up_pitch, kind: tl.constexpr,
-                block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _gated_grad(
+    g, gate, up, d_gate, d_up, columns, g_pitch, gate_pitch, up_pitch, kind: tl.constexpr, block: tl.constexpr
+):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     here = column < columns

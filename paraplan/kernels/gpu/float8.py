@@ -67,8 +67,19 @@ def _code(value, scale, digits: tl.constexpr, bias: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _cast(x, scale, rows, turned, height, width, has_rows: tl.constexpr, has_turned: tl.constexpr,
-          digits: tl.constexpr, bias: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _cast(
+    x,
+    scale,
+    rows,
+    turned,
+    height,
+    width,
+    has_rows: tl.constexpr,
+    has_turned: tl.constexpr,
+    digits: tl.constexpr,
+    bias: tl.constexpr,
+    tile: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     row = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
     column = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     there = (row[:, None] < height) & (column[None, :] < width)

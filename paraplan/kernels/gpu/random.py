@@ -61,8 +61,21 @@ def _place(count, columns, sizes, wholes, starts, column_start, block: tl.conste
 
 
 @triton.jit
-def _dropout(x, seed, out, count, columns, sizes, wholes, starts, column_start, slot_key,
-             threshold: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _dropout(
+    x,
+    seed,
+    out,
+    count,
+    columns,
+    sizes,
+    wholes,
+    starts,
+    column_start,
+    slot_key,
+    threshold: tl.constexpr,
+    scale: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     offsets, there, row, column = _place(count, columns, sizes, wholes, starts, column_start, block)
     kept = draw(tl.load(seed), slot_key, row, column) >= threshold
     value = tl.load(x + offsets, mask=there)

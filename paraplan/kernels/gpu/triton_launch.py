@@ -20,9 +20,13 @@ def _launch(read: list[Tensor], written: list[Tensor], name: str) -> None:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], args: Sequence[object], read: Sequence[Tensor], written: Sequence[Tensor],
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: Sequence[object],
+    read: Sequence[Tensor],
+    written: Sequence[Tensor],
     warps: int = 4,
-) -> None:  # fmt: skip
+) -> None:
     """Runs a kernel over a grid; without data, an op of its name passes the dispatch modes instead.
 
     Args:

@@ -69,10 +69,36 @@ def _part_moments(x, parts, channels, space, count, per, block_c: tl.constexpr, 
 
 
 @triton.jit
-def _whole(x, parts, w, bias, added, old_mean, old_var, out, mean_out, rstd_out, new_mean, new_var, channels, space,
-           count, per, keep: tl.constexpr, take: tl.constexpr, unbiased: tl.constexpr, eps: tl.constexpr,
-           split: tl.constexpr, weighed: tl.constexpr, moved: tl.constexpr, adds: tl.constexpr, runs: tl.constexpr,
-           relu: tl.constexpr, block_c: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _whole(
+    x,
+    parts,
+    w,
+    bias,
+    added,
+    old_mean,
+    old_var,
+    out,
+    mean_out,
+    rstd_out,
+    new_mean,
+    new_var,
+    channels,
+    space,
+    count,
+    per,
+    keep: tl.constexpr,
+    take: tl.constexpr,
+    unbiased: tl.constexpr,
+    eps: tl.constexpr,
+    split: tl.constexpr,
+    weighed: tl.constexpr,
+    moved: tl.constexpr,
+    adds: tl.constexpr,
+    runs: tl.constexpr,
+    relu: tl.constexpr,
+    block_c: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     kind = rstd_out.dtype.element_ty
     channel = tl.program_id(0) * block_c + tl.arange(0, block_c)
     here = channel < channels
@@ -119,8 +145,22 @@ def _whole(x, parts, w, bias, added, old_mean, old_var, out, mean_out, rstd_out,
 
 
 @triton.jit
-def _grad_sums(g, x, y, mean, rstd, start, stop, channel, here, channels, space, behind: tl.constexpr,
-               block_c: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _grad_sums(
+    g,
+    x,
+    y,
+    mean,
+    rstd,
+    start,
+    stop,
+    channel,
+    here,
+    channels,
+    space,
+    behind: tl.constexpr,
+    block_c: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     """Σ g (x − mean) and Σ g of a part of the samples."""
     kind = mean.dtype
     first, second = tl.zeros((block_c,), kind), tl.zeros((block_c,), kind)
@@ -136,26 +176,71 @@ def _grad_sums(g, x, y, mean, rstd, start, stop, channel, here, channels, space,
 
 
 @triton.jit
-def _part_grads(g, x, y, mean, rstd, parts, channels, space, count, per, behind: tl.constexpr, block_c: tl.constexpr,
-                block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _part_grads(
+    g,
+    x,
+    y,
+    mean,
+    rstd,
+    parts,
+    channels,
+    space,
+    count,
+    per,
+    behind: tl.constexpr,
+    block_c: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     channel = tl.program_id(0) * block_c + tl.arange(0, block_c)
     here = channel < channels
     start = tl.program_id(1) * per
     centre = tl.load(mean + channel, mask=here, other=0.0).to(parts.dtype.element_ty)
     spread = tl.load(rstd + channel, mask=here, other=0.0).to(parts.dtype.element_ty)
     first, second = _grad_sums(
-        g, x, y, centre, spread, start, tl.minimum(start + per, count), channel, here, channels, space, behind, block_c,
+        g,
+        x,
+        y,
+        centre,
+        spread,
+        start,
+        tl.minimum(start + per, count),
+        channel,
+        here,
+        channels,
+        space,
+        behind,
+        block_c,
         block,
-    )  # fmt: skip
+    )
     place = parts + tl.program_id(1) * channels + channel
     tl.store(place, first, mask=here)
     tl.store(place + tl.num_programs(1) * channels, second, mask=here)
 
 
 @triton.jit
-def _whole_grad(g, x, y, mean, rstd, w, parts, dx, dw, db, masked, channels, space, count, per, split: tl.constexpr,
-                weighed: tl.constexpr, behind: tl.constexpr, masks: tl.constexpr, block_c: tl.constexpr,
-                block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _whole_grad(
+    g,
+    x,
+    y,
+    mean,
+    rstd,
+    w,
+    parts,
+    dx,
+    dw,
+    db,
+    masked,
+    channels,
+    space,
+    count,
+    per,
+    split: tl.constexpr,
+    weighed: tl.constexpr,
+    behind: tl.constexpr,
+    masks: tl.constexpr,
+    block_c: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     kind = rstd.dtype.element_ty
     channel = tl.program_id(0) * block_c + tl.arange(0, block_c)
     here = channel < channels
@@ -213,9 +298,16 @@ class _Walk:
 
 
 def bn_whole(
-    x: Tensor, w: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    added: Tensor | None, momentum: float, eps: float, relu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    added: Tensor | None,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Batch norm of all samples, plus `added`, through a relu; mean and rstd; running statistics after it."""
     x, walk = row_major(x), _Walk(x)
     mean = torch.empty(x.shape[1], dtype=_statistics(x), device=x.device)

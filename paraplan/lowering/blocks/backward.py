@@ -85,9 +85,15 @@ class _Kept:
 
 
 def lower_backward(
-    name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext, forward: LoweredForward,
-    tangents: tuple[Given | None, ...], split: bool = False,
-) -> LoweredBackward:  # fmt: skip
+    name: str,
+    kind: SegmentKind,
+    choice: KindChoice,
+    micro: KindMicro,
+    context: KindContext,
+    forward: LoweredForward,
+    tangents: tuple[Given | None, ...],
+    split: bool = False,
+) -> LoweredBackward:
     """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
     chunks = chosen_chunks(kind, choice, forward.strategies, context)
     kind = executed(kind, choice)
@@ -117,9 +123,14 @@ def _needed_by(kind: SegmentKind, every: Collection[int], results: Collection[st
 
 
 def _lower_part(
-    task: _Task, name: str, ops: Collection[int], inputs: bool, weights: bool, given: _Kept,
+    task: _Task,
+    name: str,
+    ops: Collection[int],
+    inputs: bool,
+    weights: bool,
+    given: _Kept,
     later: Collection[int] = (),
-) -> tuple[LoweredBackward, _Kept]:  # fmt: skip
+) -> tuple[LoweredBackward, _Kept]:
     """A block of some of the backward's ops.
 
     Args:

@@ -85,9 +85,12 @@ def move_together(
     args = tuple("%" + local for local in locals_)
     scatters = first.split_dim >= 0
     packed = emitter.local(
-        "paraplan.pack", (args, n if scatters else 1, dims if scatters else (0,) * len(dims)), f"{stem}^pack",
-        values[0].dtype, (count,),
-    )  # fmt: skip
+        "paraplan.pack",
+        (args, n if scatters else 1, dims if scatters else (0,) * len(dims)),
+        f"{stem}^pack",
+        values[0].dtype,
+        (count,),
+    )
     done = packed
     for move in paths[0]:
         done = emitter.exchange(move, done, f"{stem}^{move.kind}", in_place=True)

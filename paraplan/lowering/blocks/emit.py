@@ -62,9 +62,14 @@ class BlockEmitter(LayoutMoves):
         self.zeroed: set[tuple[str, int]] = set()
 
     def give(
-        self, name: str, spec: TensorSpec, layout: Layout, strides: Dims | None = None, known_as: str = "",
+        self,
+        name: str,
+        spec: TensorSpec,
+        layout: Layout,
+        strides: Dims | None = None,
+        known_as: str = "",
         zeros: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A value the caller can bind as `name`; it becomes an input of the block only if read.
 
         Ops ask for it as `known_as` where that differs. `zeros`: its padding is zero.

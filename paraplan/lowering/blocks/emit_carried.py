@@ -34,17 +34,25 @@ def row_major(emitter: BlockEmitter, op: Op, names: dict[tuple[str, Layout], str
         value = emitter.values[local]
         if not is_contiguous(value.shape, value.strides):
             local = emitter.local(
-                "paraplan.reshape_copy", ("%" + local, value.shape), emitter._unique(f"{local}^rows"), value.dtype,
+                "paraplan.reshape_copy",
+                ("%" + local, value.shape),
+                emitter._unique(f"{local}^rows"),
+                value.dtype,
                 value.shape,
-            )  # fmt: skip
+            )
         found[key] = local
     return found
 
 
 def emit_carried(
-    emitter: BlockEmitter, op: Op, args: tuple[Arg, ...], kwargs: dict[str, Arg], outs: tuple[str | None, ...],
-    specs: Sequence[TensorSpec | None], inputs: list[str],
-) -> None:  # fmt: skip
+    emitter: BlockEmitter,
+    op: Op,
+    args: tuple[Arg, ...],
+    kwargs: dict[str, Arg],
+    outs: tuple[str | None, ...],
+    specs: Sequence[TensorSpec | None],
+    inputs: list[str],
+) -> None:
     """The op's instruction, then copies of the results that share an input's storage or are part of a larger one.
 
     Args:
@@ -77,9 +85,12 @@ def emit_carried(
             whole = emitter._unique(f"{local}^part")
             shares = rule.shares(tuple(value.shape for value in sources))
             emitter.values[whole] = LocalValue(
-                dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=whole,
+                dtype=dtype,
+                shape=shape,
+                strides=contiguous_strides(shape),
+                base=whole,
                 storage_bytes=round(amount_of(rule.storages[index], shares)),
-            )  # fmt: skip
+            )
             copies.append((whole, local))
             made.append(whole)
             continue
@@ -89,11 +100,15 @@ def emit_carried(
     assert definition is not None and definition.workspace is not None
     emitter._add(
         Instr(
-            target=op.target, args=args, kwargs=kwargs, outs=tuple(made), origin=emitter._origin,
+            target=op.target,
+            args=args,
+            kwargs=kwargs,
+            outs=tuple(made),
+            origin=emitter._origin,
             workspace_bytes=definition.workspace(sources, None, args),
             work=registered_work(op, [value.shape for value in sources]),
         )
-    )  # fmt: skip
+    )
     for shared, local in copies:
         value = emitter.values[shared]
         emitter.local("paraplan.reshape_copy", ("%" + shared, value.shape), local, value.dtype, value.shape)

@@ -19,13 +19,19 @@ class Emitter(Protocol):
     """What an expansion needs of a block being built."""
 
     def place(
-        self, target: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], outs: tuple[str | None, ...],
-        specs: Sequence[TensorSpec | None], inputs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        target: str,
+        args: tuple[Arg, ...],
+        kwargs: dict[str, Arg],
+        outs: tuple[str | None, ...],
+        specs: Sequence[TensorSpec | None],
+        inputs: list[str],
+    ) -> None:
         """Emit one local op."""
 
-    def step(self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: tuple[int, ...],
-             axis: int) -> None:  # fmt: skip
+    def step(
+        self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: tuple[int, ...], axis: int
+    ) -> None:
         """Emit a collective of the first source along a mesh axis."""
 
 

@@ -15,22 +15,38 @@ from paraplan.ir.model.graph import refs
 
 
 def finish_block(
-    name: str, inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...],
-    values: dict[str, LocalValue], instrs: list[Instr], role: BlockRole, kind: str = "",
-) -> Block:  # fmt: skip
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str | None, ...],
+    saved: tuple[str, ...],
+    values: dict[str, LocalValue],
+    instrs: list[Instr],
+    role: BlockRole,
+    kind: str = "",
+) -> Block:
     """The block of these instructions, ordered and with frees."""
     ordered = _overlap(inputs, outputs, saved, instrs)
     kept = {out for out in outputs if out is not None} | set(saved)
     return Block(
-        name=name, role=role, kind=kind, inputs=inputs, outputs=outputs, saved=saved, values=values,
+        name=name,
+        role=role,
+        kind=kind,
+        inputs=inputs,
+        outputs=outputs,
+        saved=saved,
+        values=values,
         instrs=with_frees(kept, ordered),
-    )  # fmt: skip
+    )
 
 
 def split_block(
-    name: str, inputs: tuple[str, ...], outputs: tuple[str | None, ...], values: dict[str, LocalValue],
-    instrs: list[Instr], role: BlockRole,
-) -> tuple[Block | None, Block]:  # fmt: skip
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str | None, ...],
+    values: dict[str, LocalValue],
+    instrs: list[Instr],
+    role: BlockRole,
+) -> tuple[Block | None, Block]:
     """The instructions as two blocks, parted before the first wait; None where there is none.
 
     The second takes what the first issued, and inputs and values of the first that it reads.
@@ -62,7 +78,7 @@ def _reads(instr: Instr) -> list[str]:
     return list(refs((instr.args, tuple(instr.kwargs.values()))))
 
 
-def _overlap(
+def _overlap(  # noqa: C901
     inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
 ) -> list[Instr]:
     made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}

@@ -106,10 +106,12 @@ def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
 
 
 def _extended(layouts: tuple[Layout | None, ...], micro: AxisChoice) -> tuple[Layout | None, ...]:
-    return tuple([
-        None if layout is None or first is None else (first, *layout)
-        for first, layout in zip(micro.outputs, layouts, strict=True)
-    ])  # fmt: skip
+    return tuple(
+        [
+            None if layout is None or first is None else (first, *layout)
+            for first, layout in zip(micro.outputs, layouts, strict=True)
+        ]
+    )
 
 
 def chosen_strategies(
@@ -277,9 +279,11 @@ def chosen_chunks(
 
 
 def unshared(
-    emitter: BlockEmitter, results: tuple[str | None, ...], saved: tuple[str, ...] = (),
+    emitter: BlockEmitter,
+    results: tuple[str | None, ...],
+    saved: tuple[str, ...] = (),
     own: AbstractSet[str] = frozenset(),
-) -> tuple[str | None, ...]:  # fmt: skip
+) -> tuple[str | None, ...]:
     """Results that own their storage: gradients are accumulated in place.
 
     Args:

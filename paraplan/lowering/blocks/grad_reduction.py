@@ -103,9 +103,12 @@ class Partials:
     """
 
     def __init__(
-        self, rank: RankGroup, writer: StepWriter, add: Callable[[str, Name], None],
+        self,
+        rank: RankGroup,
+        writer: StepWriter,
+        add: Callable[[str, Name], None],
         final: Callable[[Iterable[str]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         plan = rank.plan
         blocks = ParcelBlocks(writer.cache, "sums.", BlockRole.REDUCE, rank.extended)
         flights = Flights(writer, IN_FLIGHT, plan.reducing_bytes if plan.group > 1 else 0)

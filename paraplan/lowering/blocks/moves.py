@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 Dims = tuple[int, ...]
 
 
+class _Exchange(NamedTuple):
+    """A collective over a mesh axis; `more`: its further arguments, `change`: it changes a value's layout."""
+
+    collective: Collective
+    axis: int
+    reduction: str
+    change: bool
+    in_place: bool = False
+    more: tuple[Arg, ...] = ()
+
+
 class LayoutMoves:
     """The part of `BlockEmitter` that emits moves and exchanges."""
 
@@ -40,9 +51,14 @@ class LayoutMoves:
     if TYPE_CHECKING:
 
         def local(
-            self, target: str, args: tuple[Arg, ...], out: str, dtype: str, shape: Dims,
+            self,
+            target: str,
+            args: tuple[Arg, ...],
+            out: str,
+            dtype: str,
+            shape: Dims,
             kwargs: dict[str, Arg] | None = None,
-        ) -> str:  # fmt: skip
+        ) -> str:
             """Emit an op with one fresh result."""
 
         def view(
@@ -136,11 +152,13 @@ class LayoutMoves:
         done = self._unique(stem)
         issued = self._unique(stem + "!")
         shape = move.collective.result_shape(self.values[local].shape, self.mesh_shape[move.axis])
-        self._exchange(move.collective, move.axis - 1, local, issued, done, shape, move.reduction, True, in_place)
+        how = _Exchange(move.collective, move.axis - 1, move.reduction, change=True, in_place=in_place)
+        self._exchange(how, local, issued, done, shape)
         return done
 
-    def step(self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: Dims,
-             axis: int) -> None:  # fmt: skip
+    def step(
+        self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: Dims, axis: int
+    ) -> None:
         """Emit a collective of an expansion: its first source is sent, the others and `more` say how."""
         value, local = self.values[sources[0]], sources[0]
         if not is_contiguous(value.shape, value.strides):
@@ -148,26 +166,32 @@ class LayoutMoves:
             local = self.local("paraplan.reshape_copy", args, self._unique(out), value.dtype, value.shape)
         how = (*("%" + source for source in sources[1:]), *more)
         collective = COLLECTIVES[target]
-        self._exchange(collective, axis, local, out + "!", out, shape, collective.reduction, False, more=how)
+        exchange = _Exchange(collective, axis, collective.reduction, change=False, more=how)
+        self._exchange(exchange, local, out + "!", out, shape)
 
     def _exchange(
-        self, collective: Collective, axis: int, local: str, issued: str, done: str, shape: Dims, reduction: str,
-        change: bool, in_place: bool = False, more: tuple[Arg, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        how: _Exchange,
+        local: str,
+        issued: str,
+        done: str,
+        shape: Dims,
+    ) -> None:
         """A collective of a contiguous value and its wait, which holds its inputs where they are read until then."""
+        collective = how.collective
         dtype = self.values[local].dtype
         self.fresh(issued, dtype, shape)
         self.values[done] = LocalValue(
             dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=issued, storage_bytes=0
         )
-        if in_place and collective.in_place:
+        if how.in_place and collective.in_place:
             self.values[issued] = msgspec.structs.replace(
                 self.values[issued], base=self.values[local].base, storage_bytes=0
             )
-        held = () if collective.in_place else ("%" + local, *(arg for arg in more if isinstance(arg, str)))
+        held = () if collective.in_place else ("%" + local, *(arg for arg in how.more if isinstance(arg, str)))
         for kind, name, args, out in (
-            (InstrKind.COLLECTIVE, collective.name, ("%" + local, ":" + reduction, *more), issued),
+            (InstrKind.COLLECTIVE, collective.name, ("%" + local, ":" + how.reduction, *how.more), issued),
             (InstrKind.WAIT, "wait", ("%" + issued, *held), done),
         ):
-            instr = Instr(kind=kind, target=name, args=args, outs=(out,), axis=axis, origin=self._origin)
-            self._add(msgspec.structs.replace(instr, layout_change=change))
+            instr = Instr(kind=kind, target=name, args=args, outs=(out,), axis=how.axis, origin=self._origin)
+            self._add(msgspec.structs.replace(instr, layout_change=how.change))

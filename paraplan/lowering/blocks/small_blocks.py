@@ -86,9 +86,13 @@ def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> B
 
 
 def loss_block(
-    name: str, terms: tuple[LossTerm, ...], specs: tuple[TensorSpec, ...], layouts: tuple[Layout, ...], extended: Dims,
+    name: str,
+    terms: tuple[LossTerm, ...],
+    specs: tuple[TensorSpec, ...],
+    layouts: tuple[Layout, ...],
+    extended: Dims,
     share: float = 1.0,
-) -> Parted:  # fmt: skip
+) -> Parted:
     """loss = sum of numerator/denominator, whole on every rank; inputs `numerator<i>` and `denominator<i>`.
 
     Numerators without a denominator are multiplied by `share`.

@@ -28,10 +28,12 @@ def casts_first(kind: SegmentKind, strategies: Sequence[Strategy], order: Sequen
         for name, layout in zip(ops[index].tensors, strategies[index].inputs, strict=True):
             wanted.setdefault(name, set()).add(layout)
     casts = [
-        index for index in order
-        if ops[index].target == CAST and ops[index].tensors[0] in kind.params
+        index
+        for index in order
+        if ops[index].target == CAST
+        and ops[index].tensors[0] in kind.params
         and any(layout != strategies[index].outputs[0] for layout in wanted.get(ops[index].outs[0] or "", ()))
-    ]  # fmt: skip
+    ]
     read = {name for index in casts for name in ops[index].tensors}
     scales = [index for index in order if ops[index].target == SCALE and ops[index].outs[0] in read]
     first = dict.fromkeys((*scales, *casts))

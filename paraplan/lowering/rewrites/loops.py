@@ -29,9 +29,15 @@ EmitOp = Callable[[BlockEmitter, int, Strategy], None]
 
 
 def emit_ops(
-    emitter: BlockEmitter, graph: Graph, strategies: Sequence[Strategy], order: Sequence[int], chunks: Chunks,
-    results: Iterable[str], late: Iterable[int] = (), emit: EmitOp | None = None,
-) -> None:  # fmt: skip
+    emitter: BlockEmitter,
+    graph: Graph,
+    strategies: Sequence[Strategy],
+    order: Sequence[int],
+    chunks: Chunks,
+    results: Iterable[str],
+    late: Iterable[int] = (),
+    emit: EmitOp | None = None,
+) -> None:
     """Emit ops of a graph.
 
     Args:
@@ -102,9 +108,14 @@ class _Loop:
     """The chunks of a run of ops, one after another."""
 
     def __init__(
-        self, emitter: BlockEmitter, graph: Graph, strategies: Sequence[Strategy], chunks: Chunks, whole: set[str],
+        self,
+        emitter: BlockEmitter,
+        graph: Graph,
+        strategies: Sequence[Strategy],
+        chunks: Chunks,
+        whole: set[str],
         one: EmitOp,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.emitter, self.graph, self.strategies, self.chunks = emitter, graph, strategies, chunks
         self.whole, self.one = whole, one
         self.grown: dict[str, _Grown] = {}
@@ -166,9 +177,13 @@ class _Loop:
             room = tuple(size * self.chunks.count if at == dim else size for at, size in enumerate(shape))
             dtype = self.graph.values[out].dtype
             local = self.emitter.local(
-                ROOM, (room,), self.emitter._unique(f"{out}^room"), dtype, room,
+                ROOM,
+                (room,),
+                self.emitter._unique(f"{out}^room"),
+                dtype,
+                room,
                 {"dtype": ":" + dtype},
-            )  # fmt: skip
+            )
             self.grown[out] = _Grown(local, home[:-1])
         args = ("%" + self.grown[out].local, "%" + part, dim, inside.chunk * shape[dim])
         self.emitter.add_many(PUT, args, ())

@@ -47,14 +47,19 @@ def sum_products(program: RankProgram, backend: str, done: Done) -> RankProgram:
             block = program.blocks[step.block]
             found = {
                 place: (ends[at, out], program.steps[ends[at, out]].args[0])
-                for place, out in enumerate(step.outs) if out is not None and (at, out) in ends
-            }  # fmt: skip
+                for place, out in enumerate(step.outs)
+                if out is not None and (at, out) in ends
+            }
             sums = tuple(
-                (place, held[total]) for place, (end, total) in found.items()
-                if total in held and _may_add(block, place, held[total], backend)
-                and not any(total in (*each.args, *each.drops) and each.kind is not StepKind.ACCUMULATE
-                            for each in program.steps[at + 1 : end])
-            )  # fmt: skip
+                (place, held[total])
+                for place, (end, total) in found.items()
+                if total in held
+                and _may_add(block, place, held[total], backend)
+                and not any(
+                    total in (*each.args, *each.drops) and each.kind is not StepKind.ACCUMULATE
+                    for each in program.steps[at + 1 : end]
+                )
+            )
             if sums:
                 totals = tuple(found[place][1] for place, _ in sums)
                 dropped |= {found[place][0] for place, _ in sums}

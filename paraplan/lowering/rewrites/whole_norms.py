@@ -141,9 +141,11 @@ class _Chains:
         old, new, momentum = running
         out, added, relu = self._followed(chain, str(apply.outs[0]))
         joined = msgspec.structs.replace(
-            apply, target=WHOLE, args=(x, weight, bias, *old, added, momentum, eps, relu),
+            apply,
+            target=WHOLE,
+            args=(x, weight, bias, *old, added, momentum, eps, relu),
             outs=(out, _name(mean), _name(rstd), *new),
-        )  # fmt: skip
+        )
         self._join(chain, joined)
 
     def _statistics(self, x: str, mean: str, rstd: str) -> tuple[_Chain, int, Arg, str, str] | None:
@@ -161,11 +163,14 @@ class _Chains:
         squared, summed = (self.instrs[place] for place in more)
         value, count = self.block.values[x], spread.args[1]
         is_statistic = (
-            squared.target == "paraplan.bn_squares" and squared.args == ("%" + x, "%" + mean)
-            and summed.target == "aten.sum.dim_IntList" and summed.args[0] == "%" + x
+            squared.target == "paraplan.bn_squares"
+            and squared.args == ("%" + x, "%" + mean)
+            and summed.target == "aten.sum.dim_IntList"
+            and summed.args[0] == "%" + x
             and sorted(summed.args[1]) == [dim for dim in range(len(value.shape)) if dim != 1]
-            and count == _samples(value) and scaled.args[1] == 1.0 / count
-        )  # fmt: skip
+            and count == _samples(value)
+            and scaled.args[1] == 1.0 / count
+        )
         if not is_statistic:
             return None
         return _Chain(-1, {*places, *more}, {squares, total}), int(count), spread.args[2], total, squares
@@ -231,9 +236,11 @@ class _Chains:
         made, dtype = self._cast_sums(chain, sums)
         g, mask, masked = self._behind_relu(chain, g)
         joined = msgspec.structs.replace(
-            end, target=WHOLE_GRAD, args=(g, x, mask, mean, rstd, weight, ":" + dtype, masked is not None),
+            end,
+            target=WHOLE_GRAD,
+            args=(g, x, mask, mean, rstd, weight, ":" + dtype, masked is not None),
             outs=(end.outs[0], *made, masked),
-        )  # fmt: skip
+        )
         self._join(chain, joined)
 
     def _behind_relu(self, chain: _Chain, g: Arg) -> tuple[Arg, Arg, str | None]:
@@ -271,8 +278,10 @@ class _Chains:
         """Takes a chain, unless something else reads what is inside of it, or a result before it is made."""
         outside = {
             name: [at for at in self.readers.get(name, ()) if at not in chain.places]
-            for at in chain.places for name in self.instrs[at].outs if name is not None
-        }  # fmt: skip
+            for at in chain.places
+            for name in self.instrs[at].outs
+            if name is not None
+        }
         early = any(at < chain.at for name in joined.outs if name is not None for at in outside[name])
         late = any(self._made(name) >= chain.at for name in _reads(joined))
         if early or late or chain.places & self.gone or any(outside[n] or n in self.kept for n in chain.inner):

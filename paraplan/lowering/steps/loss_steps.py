@@ -77,9 +77,13 @@ class LossSteps:
         for index, term in self.terms.items():
             spec, d = self._rank.lowered.spec_of(term.numerator), term.denominator
             block = tangent_block(
-                f"tangent{index}", spec, None if d is None else layouts[d], self._rank.extended, scaled=scaled,
+                f"tangent{index}",
+                spec,
+                None if d is None else layouts[d],
+                self._rank.extended,
+                scaled=scaled,
                 share=1.0 / self._rank.program.apart,
-            )  # fmt: skip
+            )
             sources = {"scale": LOSS_SCALE} | ({} if d is None else {"count": outer_names.denominator(d)})
             total = None if d is None else outer_names.total(index)
             self.tangent_of[term.numerator] = outer_names.tangent(index)

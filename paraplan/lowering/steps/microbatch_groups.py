@@ -36,9 +36,13 @@ class Groups:
     """
 
     def __init__(
-        self, rank: RankGroup, writer: StepWriter, accumulators: Accumulators, send: Callable[[str, Parcel], None],
+        self,
+        rank: RankGroup,
+        writer: StepWriter,
+        accumulators: Accumulators,
+        send: Callable[[str, Parcel], None],
         actions: Iterable[Action],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rank, self._writer, self._accumulators, self._send = rank, writer, accumulators, send
         every = self.every = rank.plan.group
         order: dict[int, list[int]] = {}
@@ -86,8 +90,9 @@ class Groups:
             at, backwards = self._rank.plan.stages[stage], self._rank.parts(m).backwards
             segments = self._rank.program.segments
             self._last[key] = next(
-                index for index in range(at.first, at.stop)
+                index
+                for index in range(at.first, at.stop)
                 for param, moves in zip(segments[index].params, backwards[index].partial, strict=True)
                 if param == name and moves == path
-            )  # fmt: skip
+            )
         return self._last[key]

@@ -179,9 +179,13 @@ class SegmentSteps:
         return tuple(outer for local, outer in named if local in inputs)
 
     def run_backward(
-        self, order: Sequence[int], m: int, half: ActionKind, final: dict[int, list[str]],
+        self,
+        order: Sequence[int],
+        m: int,
+        half: ActionKind,
+        final: dict[int, list[str]],
         ahead: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run some segments' backward, or half of it.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack
 
 from paraplan.ir.execution.names import Name, under_way
 from paraplan.ir.execution.rank_program import Block, StagedUpdate, Step, StepKind
@@ -58,6 +58,19 @@ class Flight:
     arrived: Callable[[], None] | None = None
 
 
+class StepFields(TypedDict, total=False):
+    """Fields of `Step` that its kind asks for."""
+
+    block: str
+    args: tuple[Name, ...]
+    outs: tuple[Name | None, ...]
+    drops: tuple[Name, ...]
+    segment: int
+    transfer: str
+    staged: StagedUpdate | None
+    late: bool
+
+
 class StepWriter:
     """Writes the steps of a rank.
 
@@ -79,23 +92,23 @@ class StepWriter:
         self._num_microbatches, self._num_issued = num_microbatches, 0
 
     def add(
-        self, kind: StepKind, *, block: str = "", args: tuple[Name, ...] = (), outs: tuple[Name | None, ...] = (),
-        drops: tuple[Name, ...] = (), microbatch: int = -1, segment: int = -1, transfer: str = "",
-        staged: StagedUpdate | None = None, late: bool = False,
-    ) -> None:  # fmt: skip
-        """Write a step."""
-        self.steps.append(
-            Step(
-                kind=kind, action=self.action, block=block, args=args, outs=outs, drops=drops,
-                microbatch=-1 if microbatch == self._num_microbatches else microbatch, segment=segment,
-                transfer=transfer, staged=staged, late=late,
-            )
-        )  # fmt: skip
+        self,
+        kind: StepKind,
+        microbatch: int = -1,
+        **fields: Unpack[StepFields],
+    ) -> None:
+        """Write a step: a `Step` of these fields."""
+        microbatch = -1 if microbatch == self._num_microbatches else microbatch
+        self.steps.append(Step(kind=kind, action=self.action, microbatch=microbatch, **fields))
 
     def call(
-        self, block: Block, args: tuple[Name, ...], outs: tuple[Name | None, ...], microbatch: int = -1,
+        self,
+        block: Block,
+        args: tuple[Name, ...],
+        outs: tuple[Name | None, ...],
+        microbatch: int = -1,
         segment: int = -1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write a step that calls a block, for a segment in a microbatch where it belongs to one."""
         self.blocks[block.name] = block
         self.add(StepKind.CALL, block=block.name, args=args, outs=outs, microbatch=microbatch, segment=segment)

@@ -39,9 +39,13 @@ class EndSteps:
     """
 
     def __init__(
-        self, rank: RankGroup, writer: StepWriter, messages: StageMessages, losses: LossSteps,
+        self,
+        rank: RankGroup,
+        writer: StepWriter,
+        messages: StageMessages,
+        losses: LossSteps,
         strides_of: Mapping[Name, tuple[int, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rank, self._writer, self._messages, self._losses = rank, writer, messages, losses
         self._strides_of = strides_of
 

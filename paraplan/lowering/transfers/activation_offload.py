@@ -27,9 +27,13 @@ def away_value(local: str, value: LocalValue, tier: str) -> LocalValue:
     """A value's copy on a tier, as it is issued: it lies as the value does where that is dense, else in rows."""
     strides = value.strides if is_dense(value.shape, value.strides) else contiguous_strides(value.shape)
     return LocalValue(
-        dtype=value.dtype, shape=value.shape, strides=strides, base=f"{local}^{tier}!", storage_bytes=value.nbytes,
+        dtype=value.dtype,
+        shape=value.shape,
+        strides=strides,
+        base=f"{local}^{tier}!",
+        storage_bytes=value.nbytes,
         tier=tier,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,11 @@ class AwayValue:
         """The outer names of all of these, of a value that the outer namespace has."""
         tier = self.issued.tier
         return {
-            self.local: here, self.issued.base: here.leaving(tier), self.there.base: here.on(tier),
+            self.local: here,
+            self.issued.base: here.leaving(tier),
+            self.there.base: here.on(tier),
             self.back.base: here.coming(tier),
-        }  # fmt: skip
+        }
 
     def returning(self) -> tuple[str, LocalValue, LocalValue]:
         """As `BlockEmitter.arrive` takes it."""

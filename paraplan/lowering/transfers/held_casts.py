@@ -65,9 +65,11 @@ def held_casts(plan: Plan) -> HeldCasts:
         of |= {names[local] + suffix: (names[local], found[local]) for local in found for suffix in SUFFIXES}
         segments.append(msgspec.structs.replace(segment, params=(*segment.params, *more)) if kind else segment)
     program = msgspec.structs.replace(
-        plan.program, segments=tuple(segments), params=plan.program.params | _specs(plan.program, of),
+        plan.program,
+        segments=tuple(segments),
+        params=plan.program.params | _specs(plan.program, of),
         kinds=tuple(kinds[index][0] if index in kinds else kind for index, kind in enumerate(plan.program.kinds)),
-    )  # fmt: skip
+    )
     stages = tuple(_with_casts(stage, program, of) for stage in plan.stages)
     return HeldCasts(msgspec.structs.replace(plan, program=program, stages=stages), of)
 
@@ -106,7 +108,7 @@ def _rewritten(kind: SegmentKind) -> tuple[SegmentKind, dict[str, str]]:
             local + ROWS: TensorSpec(dtype[1:], (rows, columns)),
             local + TURNED: TensorSpec(dtype[1:], (columns, rows)),
             local + SCALED: values[ops[scales[0]].outs[0] or ""],
-        }  # fmt: skip
+        }
         for index in readers:
             ops[index] = _reading(ops[index], local)
     ops = [msgspec.structs.replace(op, phase=Phase.STEP) if index in dropped else op for index, op in enumerate(ops)]
@@ -194,9 +196,11 @@ def cast_graph(spec: TensorSpec, dtype: str) -> Graph:
     """A weight's scale, its cast and its transpose's: values `w`, `scale`, `rows`, `turned`; `dtype` as an argument."""
     rows, columns = spec.shape
     values = {
-        "w": spec, "scale": TensorSpec("float32", ()), "rows": TensorSpec(dtype[1:], (rows, columns)),
+        "w": spec,
+        "scale": TensorSpec("float32", ()),
+        "rows": TensorSpec(dtype[1:], (rows, columns)),
         "turned": TensorSpec(dtype[1:], (columns, rows)),
-    }  # fmt: skip
+    }
     scale = Op(target=SCALE, args=("%w", dtype), outs=("scale",))
     cast = Op(target=f"{CAST}_both", args=("%w", "%scale", dtype), outs=("rows", "turned"))
     return Graph(inputs=("w",), outputs=("rows", "turned", "scale"), values=values, ops=(scale, cast))

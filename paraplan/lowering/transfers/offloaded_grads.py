@@ -68,6 +68,10 @@ def kept_block(name: str, value: LocalValue, tier: str) -> Block:
 
 def _home(value: LocalValue, tier: str) -> LocalValue:
     return LocalValue(
-        dtype=value.dtype, shape=value.shape, strides=contiguous_strides(value.shape), base="home",
-        storage_bytes=value.nbytes, tier=tier,
-    )  # fmt: skip
+        dtype=value.dtype,
+        shape=value.shape,
+        strides=contiguous_strides(value.shape),
+        base="home",
+        storage_bytes=value.nbytes,
+        tier=tier,
+    )

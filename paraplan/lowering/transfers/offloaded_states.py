@@ -147,9 +147,12 @@ class StateCopies:
         spec = self.specs[name]
         shape = local_shape(spec.shape, parse_layout(self.layouts[name].state), self.mesh_shape)
         return LocalValue(
-            dtype=spec.dtype, shape=shape, strides=strides or contiguous_strides(shape), base=base,
+            dtype=spec.dtype,
+            shape=shape,
+            strides=strides or contiguous_strides(shape),
+            base=base,
             storage_bytes=TensorSpec(spec.dtype, shape).nbytes,
-        )  # fmt: skip
+        )
 
 
 def leave_block(name: str, values: tuple[AwayValue, ...]) -> Block:
@@ -159,9 +162,12 @@ def leave_block(name: str, values: tuple[AwayValue, ...]) -> Block:
     for value in values:
         issued = value.issued
         known[value.local] = LocalValue(
-            dtype=issued.dtype, shape=issued.shape, strides=value.strides, base=value.local,
+            dtype=issued.dtype,
+            shape=issued.shape,
+            strides=value.strides,
+            base=value.local,
             storage_bytes=issued.storage_bytes,
-        )  # fmt: skip
+        )
         known[issued.base] = issued
         instrs.append(
             Instr(

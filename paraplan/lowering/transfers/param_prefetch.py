@@ -84,10 +84,12 @@ def came_block(
             known[cast] = msgspec.structs.replace(issued, dtype=dtype, base=cast, storage_bytes=nbytes)
             instrs.append(
                 Instr(
-                    target="aten._to_copy.default", args=("%" + value.local,), kwargs={"dtype": ":" + dtype},
+                    target="aten._to_copy.default",
+                    args=("%" + value.local,),
+                    kwargs={"dtype": ":" + dtype},
                     outs=(cast,),
                 )
-            )  # fmt: skip
+            )
             made[-1] = cast
     given = tuple(base for value in values for base in (value.back.base, value.there.base))
     return finish_block(name, given, tuple(made), (), known, instrs, role)

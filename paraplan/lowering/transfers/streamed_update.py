@@ -50,9 +50,13 @@ class Visitor:
     def value(self, base: str, tier: str) -> LocalValue:
         """It, in a storage of its own."""
         return LocalValue(
-            dtype=self.dtype, shape=self.shape, strides=contiguous_strides(self.shape), base=base,
-            storage_bytes=TensorSpec(self.dtype, self.shape).nbytes, tier=tier,
-        )  # fmt: skip
+            dtype=self.dtype,
+            shape=self.shape,
+            strides=contiguous_strides(self.shape),
+            base=base,
+            storage_bytes=TensorSpec(self.dtype, self.shape).nbytes,
+            tier=tier,
+        )
 
     @property
     def at_home(self) -> LocalValue:
@@ -202,10 +206,12 @@ class StagedUpdates:
             local: name
             for each, value in visitors.items()
             for local, name in (
-                (each.local, value), (each.coming.base, value.coming()), (each.up.base, value.up),
+                (each.local, value),
+                (each.coming.base, value.coming()),
+                (each.up.base, value.up),
                 (f"{each.local}^!", value.leaving()),
             )
-        }  # fmt: skip
+        }
         return (Flight((issues, waits), outer),)
 
 
@@ -219,11 +225,13 @@ def bring_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Bl
     known = {value.base: value for each in visitors for value in (each.at_home, each.coming)}
     instrs = [
         Instr(
-            kind=InstrKind.COPY, target="lift" if each.place else "bring", args=("%" + each.local, ":" + each.home),
+            kind=InstrKind.COPY,
+            target="lift" if each.place else "bring",
+            args=("%" + each.local, ":" + each.home),
             outs=(each.coming.base,),
         )
         for each in visitors
-    ]  # fmt: skip
+    ]
     given, made = tuple(each.local for each in visitors), tuple(each.coming.base for each in visitors)
     return finish_block(name, given, made, (), known, instrs, role)
 
@@ -243,11 +251,13 @@ def store_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Bl
     known |= {f"{each.local}^!": each.leaving for each in visitors}
     instrs = [
         Instr(
-            kind=InstrKind.COPY, target="store", args=("%" + each.up.base, ":" + each.home, "%" + each.local),
+            kind=InstrKind.COPY,
+            target="store",
+            args=("%" + each.up.base, ":" + each.home, "%" + each.local),
             outs=(f"{each.local}^!",),
         )
         for each in visitors
-    ]  # fmt: skip
+    ]
     given = tuple(base for each in visitors for base in (each.up.base, each.local))
     return finish_block(name, given, tuple(f"{each.local}^!" for each in visitors), (), known, instrs, role)
 

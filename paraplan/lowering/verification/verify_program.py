@@ -76,7 +76,7 @@ MOST_SEEDS = 1 << 20
 """Of a batch: beyond any model's segments."""
 
 
-def verify_program(program: Program) -> None:
+def verify_program(program: Program) -> None:  # noqa: C901
     """Kinds are sound and segments read only what exists.
 
     Raises:
@@ -205,9 +205,10 @@ def _verify_updates(program: Program) -> None:
 
 def _verify_kind(kind: SegmentKind) -> None:
     lengths = (
-        ("tangents", kind.tangents, kind.outputs), ("input_grads", kind.input_grads, kind.inputs),
+        ("tangents", kind.tangents, kind.outputs),
+        ("input_grads", kind.input_grads, kind.inputs),
         ("param_grads", kind.param_grads, kind.params),
-    )  # fmt: skip
+    )
     for what, left, right in lengths:
         if len(left) != len(right):
             raise InvalidPlanError(f"kind {kind.name}: {len(left)} {what} for {len(right)} values")

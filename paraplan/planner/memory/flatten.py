@@ -49,11 +49,18 @@ def flatten(program: RankProgram, costs: Costs, locate: Locate | None = None) ->
     seconds = _seconds(program, costs, flat)
     tensor = [storage.tensor for storage in flat.storages]
     ops = tuple(
-        MemOp(op.name, time_s, tuple(tensor[s] for s in op.reads if tensor[s] >= 0),
-              tuple(tensor[s] for s in op.makes), op.workspace_bytes, op.repeatable, op.backward,
-              _source(program, op, locate))
+        MemOp(
+            op.name,
+            time_s,
+            tuple(tensor[s] for s in op.reads if tensor[s] >= 0),
+            tuple(tensor[s] for s in op.makes),
+            op.workspace_bytes,
+            op.repeatable,
+            op.backward,
+            _source(program, op, locate),
+        )
         for op, time_s in zip(flat.ops, seconds, strict=True)
-    )  # fmt: skip
+    )
     written = {storage for op in flat.ops for storage in op.writes}
     tensors = tuple(
         MemTensor(s.nbytes, s.maker, s.kept, number in written)

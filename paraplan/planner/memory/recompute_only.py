@@ -159,9 +159,12 @@ class Recomputation:
         while self.left_s > 0 and self.gap > self.limits.gap:
             relaxation = build_relaxation(self.arrays, tuple(sorted(instants)), self.budget, integral=True, every=True)
             solution = solve(
-                relaxation.milp, backend=_BACKENDS[1], time_limit_s=max(0.1, self.left_s), relative_gap=1e-3,
+                relaxation.milp,
+                backend=_BACKENDS[1],
+                time_limit_s=max(0.1, self.left_s),
+                relative_gap=1e-3,
                 warm_start=relaxation.encode(best),
-            )  # fmt: skip
+            )
             self._raise_bound(solution.bound)
             if solution.values is None:
                 return
@@ -241,10 +244,12 @@ class Recomputation:
         found: Solution | None = None
         for backend in _BACKENDS[1:] if wide else _BACKENDS:
             solution = solve(
-                relaxation.milp, backend=backend, time_limit_s=max(0.1, self._relaxing_s / (3 if wide else 2)),
+                relaxation.milp,
+                backend=backend,
+                time_limit_s=max(0.1, self._relaxing_s / (3 if wide else 2)),
                 relative_gap=min(self.limits.gap / 2, 1e-3),
                 warm_start=None if self.best is None else relaxation.encode(self.best),
-            )  # fmt: skip
+            )
             if solution.status is Status.INFEASIBLE:
                 return solution
             self._raise_bound(solution.bound)

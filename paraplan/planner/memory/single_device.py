@@ -76,9 +76,12 @@ def memory_problem(plan: Plan, tiers: tuple[Tier, ...] = (), beside_bytes: int =
 
 
 def schedule_memory(
-    plan: Plan, budget_bytes: int, limits: MemoryLimits | None = None, tiers: tuple[Tier, ...] = (),
+    plan: Plan,
+    budget_bytes: int,
+    limits: MemoryLimits | None = None,
+    tiers: tuple[Tier, ...] = (),
     beside_bytes: int = 0,
-) -> Scheduled:  # fmt: skip
+) -> Scheduled:
     """The plan, its step run in the fastest order found within a budget.
 
     Raises:

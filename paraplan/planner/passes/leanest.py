@@ -154,7 +154,11 @@ def _ordered(roomy: Candidate, actions: Actions | None, again_s: float) -> tuple
         plan = msgspec.structs.replace(plan, memory_actions=format_actions(actions), notes=(*plan.notes, note))
     programs = lower(plan)
     made = replace(
-        roomy, plan=plan, simulation=simulate_plan(plan, programs), status="feasible", memory_binds=True,
+        roomy,
+        plan=plan,
+        simulation=simulate_plan(plan, programs),
+        status="feasible",
+        memory_binds=True,
         objective_s=roomy.objective_s + again_s,
-    )  # fmt: skip
+    )
     return made, programs

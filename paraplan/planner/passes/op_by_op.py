@@ -40,9 +40,7 @@ def solve_op_by_op(
         raise SolverLimitError(f"mesh {mesh.shape} was not solved")
     started = time.perf_counter()
     tiers = memory_tiers(job.cluster, constraints.tiers)
-    made = schedule_memory(
-        roomy.plan, int(limits.memory_bytes), MemoryLimits(time_s=min(limits.time_s, MOST_S)), tiers
-    )  # fmt: skip
+    made = schedule_memory(roomy.plan, int(limits.memory_bytes), MemoryLimits(time_s=min(limits.time_s, MOST_S)), tiers)
     note = (
         "memory planned op by op: at most "
         f"{100 * (made.answer.gap or 0.0):.2f} % slower than any schedule that fits in this order of ops"

@@ -59,9 +59,14 @@ def piece_counts(most: int) -> Iterator[int]:
 
 
 def _pieced(
-    plan: Plan, stage: Stage, choice: KindChoice, segment: int, boundary: dict[str, Layout],
-    micros: tuple[KindMicro, ...], count: int,
-) -> KindChoice:  # fmt: skip
+    plan: Plan,
+    stage: Stage,
+    choice: KindChoice,
+    segment: int,
+    boundary: dict[str, Layout],
+    micros: tuple[KindMicro, ...],
+    count: int,
+) -> KindChoice:
     """The choice with its products in pieces."""
     program, micro = plan.program, micros[segment]
     kind, of = program.kinds[choice.kind], program.segments[segment]

@@ -78,7 +78,7 @@ def _moved(plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], 
 
 def may_be(
     plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], places: Sequence[TierPlacement]
-) -> tuple[TierPlacement, ...]:  # fmt: skip
+) -> tuple[TierPlacement, ...]:
     """Those of some places where a parameter can be: stored elsewhere only if its state lies alike."""
     if name not in trained_params(plan.program):
         return tuple(dict.fromkeys(place.frozen for place in places))

@@ -27,9 +27,13 @@ OneStage = Callable[[Constraints], Plan]
 
 
 def search_degrees(
-    job: Job, constraints: Constraints, shardings: Shardings, one_stage: OneStage, progress: Callable[[str], None],
+    job: Job,
+    constraints: Constraints,
+    shardings: Shardings,
+    one_stage: OneStage,
+    progress: Callable[[str], None],
     deadline: Deadline,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The fastest plan found over degrees and schedules.
 
     Args:

@@ -40,12 +40,14 @@ def _cut(program: Program, whole: Stage, first: int, stop: int, mesh: Mesh) -> S
     params = {name for segment in segments for name in segment.params}
     batch = {name for segment in segments for name in segment.inputs} | _counted(program, whole, first, stop)
     return Stage(
-        first=first, stop=stop, mesh=mesh,
+        first=first,
+        stop=stop,
+        mesh=mesh,
         choices=tuple(whole.choices[index] for index in used),
         segment_choice=tuple(used.index(index) for index in chosen),
         batch={name: layout for name, layout in whole.batch.items() if f"batch:{name}" in batch},
         params={name: layouts for name, layouts in whole.params.items() if name in params},
-    )  # fmt: skip
+    )
 
 
 def _counted(program: Program, whole: Stage, first: int, stop: int) -> set[str]:
@@ -56,9 +58,12 @@ def _counted(program: Program, whole: Stage, first: int, stop: int) -> set[str]:
 
 
 def pipelined(
-    plan: Plan, cluster: ClusterSpec, bounds: Sequence[tuple[int, int]], schedule: Schedule,
+    plan: Plan,
+    cluster: ClusterSpec,
+    bounds: Sequence[tuple[int, int]],
+    schedule: Schedule,
     holders: Sequence[Sequence[int]] | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """A plan of one stage as a pipeline; neither priced nor proved.
 
     Args:
@@ -94,9 +99,12 @@ def rescheduled(plan: Plan, schedule: Schedule, holders: Sequence[Sequence[int]]
         for stage, each in zip(plan.stages, holders, strict=True)
     )
     return msgspec.structs.replace(
-        plan, stages=stages, schedule=split_classes(placed, plan.cluster.device_kinds()), prediction=None,
+        plan,
+        stages=stages,
+        schedule=split_classes(placed, plan.cluster.device_kinds()),
+        prediction=None,
         certificate=None,
-    )  # fmt: skip
+    )
 
 
 def alone_note(plan: Plan) -> tuple[str, ...]:

@@ -24,13 +24,10 @@ from paraplan.cost_models.simulator.simulate import Simulation
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.machine.mesh import Shard
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
-from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
 from paraplan.lowering import lower
-from paraplan.lowering.steps.whole_batch import takes_turns
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.evaluate_plan import realised
@@ -39,6 +36,7 @@ from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, 
 from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
 from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
 from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain
@@ -46,9 +44,9 @@ from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recom
 from paraplan.planner.pipeline.stage_sharding import Sharding, Shardings
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.complete import complete
-from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.schedule_problem import Orders, holders_of
-from paraplan.rules.time_axis import program_micro, smallest_divisor, splittable
+from paraplan.rules.time_axis import program_micro
 
 UNLIMITED = 1 << 60
 SHARDINGS = 3
@@ -247,44 +245,31 @@ class _Case:
 
 def _case(job: Job, constraints: Constraints) -> _Case:
     assert isinstance(constraints.pp, int)
-    positions, name = constraints.pp, constraints.schedule or _usual_schedule(job.program, constraints)
-    num_stages = _num_stages(constraints, positions, name, len(job.program.segments))
-    micros, orders = _microbatches(job.program, constraints, name, positions, num_stages // positions)
-    _check_turns(job.program, micros, name, complete(name, orders, num_replicas=NAMED[name].num_replicas), num_stages)
+    positions, name = constraints.pp, constraints.schedule or usual_schedule(job.program, constraints)
+    num_stages = count_stages(constraints, positions, name, len(job.program.segments))
+    micros, orders = first_microbatches(job.program, constraints, name, positions, num_stages // positions)
+    check_turns(job.program, micros, name, complete(name, orders, num_replicas=NAMED[name].num_replicas), num_stages)
     inner = msgspec.structs.replace(
-        constraints, pp=None, schedule=None, stages=None, microbatches=micros, memory_bytes=None,
-        reserve_bytes=0, recompute="none",
-    )  # fmt: skip
+        constraints,
+        pp=None,
+        schedule=None,
+        stages=None,
+        microbatches=micros,
+        memory_bytes=None,
+        reserve_bytes=0,
+        recompute="none",
+    )
     return _Case(
-        job=job, constraints=constraints, part=replace(job, cluster=first_devices(job.cluster, positions)), inner=inner,
-        positions=positions, num_stages=num_stages, budget=device_budget(job.cluster, constraints), orders=orders,
+        job=job,
+        constraints=constraints,
+        part=replace(job, cluster=first_devices(job.cluster, positions)),
+        inner=inner,
+        positions=positions,
+        num_stages=num_stages,
+        budget=device_budget(job.cluster, constraints),
+        orders=orders,
         schedule=complete(name, orders, num_replicas=NAMED[name].num_replicas),
-    )  # fmt: skip
-
-
-def _usual_schedule(program: Program, constraints: Constraints) -> str:
-    """1f1b, or gpipe where a loss reads all microbatches."""
-    m = constraints.microbatches or smallest_divisor(program.batch_size)
-    return "gpipe" if splittable(program, m) and program_micro(program, m).has_tail else "1f1b"
-
-
-def _check_turns(program: Program, m: int, name: str, schedule: Schedule, num_stages: int) -> None:
-    """Whether a schedule runs what reads all microbatches: a loss after all forwards, a buffer in one group."""
-    micro = program_micro(program, m)
-    if micro.has_tail and not takes_turns(schedule, num_stages - 1):
-        raise ConstraintError(
-            f"schedule {name}: {micro.mixes} reads the whole batch, so that the last stage has to run all {m} forwards "
-            "before its first backward; use schedule gpipe, or one microbatch"
-        )
-    rows = [name for name, value in program.buffer_updates.items() if isinstance(micro.values[value], Shard)]
-    alone, why = rows, "has a row per sample"
-    if program.apart > 1:
-        alone, why = [*program.buffer_updates], "is written once a microbatch, in their order"
-    if alone and schedule.num_replicas > 1:
-        raise ConstraintError(
-            f"schedule {name}: buffer {alone[0]!r} {why}, and several groups of ranks share the microbatches out; use "
-            "schedule gpipe or 1f1b"
-        )
+    )
 
 
 def _step_s(plan: Plan) -> float:
@@ -334,57 +319,17 @@ def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
     return msgspec.structs.replace(cluster, groups=(part,))
 
 
-def _microbatches(
-    program: Program, constraints: Constraints, name: str, positions: int, each: int
-) -> tuple[int, Orders]:
-    """How many microbatches, and their orders: the pinned count, or the first of 4, 2 and 1 times the positions, and of
-    fewer, that the batch divides into (over pinned data-parallel ranks too) and the schedule takes.
-
-    Raises:
-        ConstraintError: the schedule takes none, or `each` stages a position.
-    """
-    if constraints.microbatches is not None:
-        return constraints.microbatches, named_orders(name, positions, constraints.microbatches, each)
-    fault = ConstraintError(f"dp={constraints.dp} does not divide a batch of {program.batch_size}; use a divisor of it")
-    rows, left = divmod(program.batch_size, constraints.dp or 1)
-    for count in dict.fromkeys((4 * positions, 2 * positions, *range(positions, 0, -1))) if not left else ():
-        if rows % count == 0 and splittable(program, count):
-            try:
-                return count, named_orders(name, positions, count, each)
-            except ConstraintError as refused:
-                fault = refused
-    raise fault
-
-
-def _num_stages(constraints: Constraints, positions: int, name: str, segments: int) -> int:
-    each = NAMED[name].stages if name in NAMED else 1
-    count = len(constraints.stages) if constraints.stages else positions * each
-    if count % positions:
-        raise ConstraintError(f"{count} stages cannot lie on pp={positions} positions; give a multiple of {positions}")
-    if count > segments:
-        raise ConstraintError(
-            f"{count} stages (schedule={name}, pp={positions}) are more than the model's {segments} segments; use fewer"
-        )
-    for index, (first, stop) in enumerate(constraints.stages or ()):
-        before = constraints.stages[index - 1][1] if index and constraints.stages else 0
-        if first != before or stop <= first or stop > segments:
-            raise ConstraintError(
-                f"stages: stage {index} is {first}:{stop}; it starts at {before}, holds one segment at least, and the "
-                f"model has {segments}"
-            )
-    if constraints.stages and constraints.stages[-1][1] != segments:
-        raise ConstraintError(f"stages end at segment {constraints.stages[-1][1]}, the model has {segments}")
-    return count
-
-
 def _priced(plan: Plan) -> Plan:
     programs = lower(plan)
     simulation: Simulation = simulate_plan(plan, programs)
     bound = min(rank_bound(trace.work for trace in simulation.traces), simulation.step_s)
     certificate = Certificate(
-        status="feasible", objective_s=simulation.step_s, bound_s=bound, bound_scope=SCOPE,
+        status="feasible",
+        objective_s=simulation.step_s,
+        bound_s=bound,
+        bound_scope=SCOPE,
         gap=(simulation.step_s - bound) / simulation.step_s,
-    )  # fmt: skip
+    )
     note = f"a pipeline of {len(plan.stages)} stages, schedule {plan.schedule.name}; "
     note += "sharding was chosen for one stage's devices as if they held the whole model"
     prediction = predict(plan, programs, simulation)

@@ -50,10 +50,13 @@ def searched(named: Sequence[Plan], price: Callable[[Plan], Plan], budget: int) 
     limit = [budget] * positions
     for _ in range(ROUNDS):
         problem = PipelineProblem(
-            stages=costs, num_positions=positions, num_microbatches=best.num_microbatches, memory_bytes=tuple(limit),
+            stages=costs,
+            num_positions=positions,
+            num_microbatches=best.num_microbatches,
+            memory_bytes=tuple(limit),
             split_backward=any(_splits(plan) for plan in named),
             replicas=best.program.apart == 1 or not best.program.buffer_updates,  # written in microbatches' order
-        )  # fmt: skip
+        )
         found = search(problem)
         schedule = complete(SEARCHED, found.orders, costs, found.num_replicas)
         plan = price(rescheduled(best, schedule, holders_of(found.orders)))
@@ -120,11 +123,16 @@ def _costs(stage: int, seconds: Times, alive: Bytes, fixed_bytes: int) -> StageC
     half = backward / 2
     input_s, weight_s = seconds.get((stage, kinds.I), half), seconds.get((stage, kinds.W), half)
     return StageCosts(
-        forward_s=forward, backward_s=backward or input_s + weight_s, input_grad_s=input_s, weight_grad_s=weight_s,
-        send_forward_s=seconds.get((stage, kinds.SEND_F), 0.0), send_backward_s=seconds.get((stage, kinds.SEND_B), 0.0),
-        activation_bytes=max(0, alive[stage, kinds.F]), weight_grad_bytes=max(0, -alive.get((stage, kinds.W), 0)),
+        forward_s=forward,
+        backward_s=backward or input_s + weight_s,
+        input_grad_s=input_s,
+        weight_grad_s=weight_s,
+        send_forward_s=seconds.get((stage, kinds.SEND_F), 0.0),
+        send_backward_s=seconds.get((stage, kinds.SEND_B), 0.0),
+        activation_bytes=max(0, alive[stage, kinds.F]),
+        weight_grad_bytes=max(0, -alive.get((stage, kinds.W), 0)),
         fixed_bytes=fixed_bytes,
-    )  # fmt: skip
+    )
 
 
 def _read(

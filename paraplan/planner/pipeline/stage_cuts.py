@@ -114,6 +114,7 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
             slots = plan.optimizer.state_slots + (dtype != spec.dtype)
             param_bytes[name] += local(dtype, layouts.grad) + slots * local(dtype, layouts.state)
     return ChainMemory(
-        tuple(segment.params for segment in program.segments), param_bytes,
+        tuple(segment.params for segment in program.segments),
+        param_bytes,
         tuple(saved_bytes[segment.kind] for segment in program.segments),
-    )  # fmt: skip
+    )

@@ -96,9 +96,13 @@ def kind_options(
 
 
 def away_options(
-    kind: SegmentKind, nbytes: Mapping[str, int], options: Sequence[RematOption], tier: str,
-    copy_s: Callable[[int], float], handed: Sequence[str] = (),
-) -> tuple[RematOption, ...]:  # fmt: skip
+    kind: SegmentKind,
+    nbytes: Mapping[str, int],
+    options: Sequence[RematOption],
+    tier: str,
+    copy_s: Callable[[int], float],
+    handed: Sequence[str] = (),
+) -> tuple[RematOption, ...]:
     """Each option with some of what it saves on a tier instead: the largest storages, more and more of them.
 
     A copy costs its latency and its bytes over the link's bandwidth, so of two sets of equal bytes the one of fewer,
@@ -137,10 +141,14 @@ def away_options(
             moved = [nbytes[name] for name in names]
             found.append(
                 replace(
-                    option, saved_bytes=held, away=tuple(names), tier=tier, away_bytes=sum(moved),
+                    option,
+                    saved_bytes=held,
+                    away=tuple(names),
+                    tier=tier,
+                    away_bytes=sum(moved),
                     copy_s=sum(map(copy_s, moved)),
                 )
-            )  # fmt: skip
+            )
     return tuple(found)
 
 
@@ -177,8 +185,9 @@ class _Cuts:
         return RematOption(
             tuple(name for name in self.kind.graph.values if name in again),
             sum(self.nbytes.get(root, 0) for root in held),
-            sum(self.op_s[index] for index in (*remat.again, *remat.rerun)), rerun=rerun,
-        )  # fmt: skip
+            sum(self.op_s[index] for index in (*remat.again, *remat.rerun)),
+            rerun=rerun,
+        )
 
     def cut(self, price: float) -> RematOption:
         """The least of seconds + price · bytes."""

@@ -52,9 +52,11 @@ def _selective(kind: SegmentKind) -> Fates:
     inside = set(_attention_core(kind))
     ops, readers = kind.graph.ops, users(kind.graph)
     ends = {
-        out for index in inside for out in ops[index].outs
+        out
+        for index in inside
+        for out in ops[index].outs
         if out and inside.isdisjoint(readers[out]) and any(ops[r].phase is Phase.FORWARD for r in readers[out])
-    }  # fmt: skip
+    }
     able = recomputable(kind)
     made = [name for name in able if any(name in ops[index].outs for index in inside)]
     return dict.fromkeys(made, RECOMPUTE) | dict.fromkeys(sorted(ends), RERUN)
@@ -125,9 +127,13 @@ def _alternate(kind: SegmentKind) -> Fates:
 
 
 STRATEGIES: dict[str, Callable[[SegmentKind], Fates]] = {
-    "none": lambda kind: {}, "selective": _selective, "cheap": _cheap, "alternate": _alternate, "full": _full,
+    "none": lambda kind: {},
+    "selective": _selective,
+    "cheap": _cheap,
+    "alternate": _alternate,
+    "full": _full,
     "full-early-stop": _full_early_stop,
-}  # fmt: skip
+}
 """By `constraints.PRESETS`."""
 
 

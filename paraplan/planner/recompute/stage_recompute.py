@@ -200,9 +200,13 @@ def full(program: Program, options: Sequence[tuple[RematOption, ...]]) -> tuple[
 
 
 def choose(
-    program: Program, options: Sequence[tuple[RematOption, ...]], allowed_bytes: float,
-    rooms: Mapping[str, float] | None = None, times: tuple[float, float] = (0.0, 0.0), num_microbatches: int = 1,
-) -> tuple[int, ...] | None:  # fmt: skip
+    program: Program,
+    options: Sequence[tuple[RematOption, ...]],
+    allowed_bytes: float,
+    rooms: Mapping[str, float] | None = None,
+    times: tuple[float, float] = (0.0, 0.0),
+    num_microbatches: int = 1,
+) -> tuple[int, ...] | None:
     """Per segment, its option: the fewest seconds that save at most so many bytes in all; None: impossible.
 
     Args:

@@ -101,9 +101,12 @@ def evaluate(orders: Orders, stages: tuple[StageCosts, ...], noise: Noise | None
     events = walk.run()
     peaks = [_peaks(order, stages) for order in orders]
     return ScheduleTimes(
-        events=events, step_s=max((event.end_s for event in events), default=0.0), busy_s=tuple(walk.busy_s),
-        peak_bytes=tuple(peak for peak, _ in peaks), peak_in_flight=tuple(most for _, most in peaks),
-    )  # fmt: skip
+        events=events,
+        step_s=max((event.end_s for event in events), default=0.0),
+        busy_s=tuple(walk.busy_s),
+        peak_bytes=tuple(peak for peak, _ in peaks),
+        peak_in_flight=tuple(most for _, most in peaks),
+    )
 
 
 def _peaks(order: tuple[Action, ...], stages: tuple[StageCosts, ...]) -> tuple[int, int]:

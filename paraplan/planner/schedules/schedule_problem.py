@@ -44,9 +44,11 @@ class StageCosts(Value, frozen=True, kw_only=True):
     def seconds(self, kind: ActionKind) -> float:
         """What one of its computations takes."""
         return {
-            ActionKind.F: self.forward_s, ActionKind.B: self.backward_s, ActionKind.I: self.input_grad_s,
+            ActionKind.F: self.forward_s,
+            ActionKind.B: self.backward_s,
+            ActionKind.I: self.input_grad_s,
             ActionKind.W: self.weight_grad_s,
-        }[kind]  # fmt: skip
+        }[kind]
 
 
 class PipelineProblem(Value, frozen=True, kw_only=True):

@@ -160,10 +160,18 @@ def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:
 class _KindTransfers:
     """Adds the transfers of one kind, and what its values hold at the loss."""
 
-    def __init__(
-        self, job: Job, space: Space, index: int, classes: tuple[ParamClass, ...], gradients: tuple[GradClass, ...],
-        count: int, runs: int, m: int, whole: int,
-    ) -> None:  # fmt: skip
+    def __init__(  # noqa: PLR0913
+        self,
+        job: Job,
+        space: Space,
+        index: int,
+        classes: tuple[ParamClass, ...],
+        gradients: tuple[GradClass, ...],
+        count: int,
+        runs: int,
+        m: int,
+        whole: int,
+    ) -> None:
         self.job, self.space, self.index, self.count, self.m, self.whole = job, space, index, count, runs, whole
         self.in_tail, self.shares = runs < m, job.program.shares(runs)
         self.waits = m if space.micro.has_tail and not self.in_tail else 1  # microbatches that wait at the loss
@@ -190,13 +198,20 @@ class _KindTransfers:
             readers[name, Phase.FORWARD].append(end)
         for (name, phase), ends in readers.items():
             for source, count in self._sources(name, made):
-                self.space.transfers.append(WantedValue(
-                    self.kind.graph.values[name], saved.get(name, source) if phase is Phase.BACKWARD else source,
-                    tuple(dict.fromkeys(ends)), count * self.m, f"{self.kind.name}.{name}.{phase.value}",
-                    self.index, phase, name in self.kind.params or name in self.kind.param_grads,
-                    REDUCE_DTYPES[self.job.reduce_dtype] if name in self.kind.param_grads else "",
-                    saved[name].decider if name in saved else -1,
-                ))  # fmt: skip
+                self.space.transfers.append(
+                    WantedValue(
+                        self.kind.graph.values[name],
+                        saved.get(name, source) if phase is Phase.BACKWARD else source,
+                        tuple(dict.fromkeys(ends)),
+                        count * self.m,
+                        f"{self.kind.name}.{name}.{phase.value}",
+                        self.index,
+                        phase,
+                        name in self.kind.params or name in self.kind.param_grads,
+                        REDUCE_DTYPES[self.job.reduce_dtype] if name in self.kind.param_grads else "",
+                        saved[name].decider if name in saved else -1,
+                    )
+                )
         for name, end in saved.items():
             what, spec = f"{self.kind.name}.{name}.saved", self.kind.graph.values[name]
             forward = Phase.FORWARD
@@ -211,9 +226,7 @@ class _KindTransfers:
         zero = (self.space.prices.zero,) * len(layouts)
         return End(self.space.decide(f"{self.kind.name}.{name} saved", zero), layouts)
 
-    def _once(
-        self, name: str, readers: dict[tuple[str, Phase], list[End]], made: dict[str, End]
-    ) -> frozenset[Layout]:  # fmt: skip
+    def _once(self, name: str, readers: dict[tuple[str, Phase], list[End]], made: dict[str, End]) -> frozenset[Layout]:
         """Layouts in which lowering may save a value because forward and backward read it so; none where no move to
         them could be spared."""
         kind, first = self.kind, readers.get((name, Phase.FORWARD), [])
@@ -228,9 +241,10 @@ class _KindTransfers:
         prices, spec = self.space.prices, kind.graph.values[name]
         spared = prices.transfers(spec, have, want).sum(-1)
         return frozenset(
-            w for column, w in enumerate(want)
+            w
+            for column, w in enumerate(want)
             if any(0.0 < spared[row, column] < np.inf and saved_as(prices, spec, h, w) for row, h in enumerate(have))
-        )  # fmt: skip
+        )
 
     def _grad_readers(self, readers: dict[tuple[str, Phase], list[End]]) -> None:
         """Gradients leave the block in the layouts their classes decide."""
@@ -317,8 +331,10 @@ class _KindTransfers:
             self.space.at_loss.append((end.decider, tuple(nbytes * self.count * self.waits for nbytes in held)))
             less = [
                 self.space.prices.nbytes(self.kind.graph.values[name], layout)
-                for name, storage in roots.items() if storage == root for layout in once.get(name, ())
-            ]  # fmt: skip
+                for name, storage in roots.items()
+                if storage == root
+                for layout in once.get(name, ())
+            ]
             if less and min(less) < max(held):
                 least = tuple(min(nbytes, *less) * self.count * self.waits for nbytes in held)
                 self.space.saved_less[len(self.space.at_loss) - 1] = least

@@ -25,8 +25,11 @@ from paraplan.rules.dims import WHOLE, OpDims
 from paraplan.rules.strategies import EXPANDED, dims_of
 
 PRODUCTS = {
-    "aten.bmm.default": "b", "aten.baddbmm.default": "b", "paraplan.experts": "e", "paraplan.experts_grad": "e",
-}  # fmt: skip
+    "aten.bmm.default": "b",
+    "aten.baddbmm.default": "b",
+    "paraplan.experts": "e",
+    "paraplan.experts_grad": "e",
+}
 """Ops that multiply by a stack, and their letter of its matrices."""
 
 Slot = tuple[int, int]

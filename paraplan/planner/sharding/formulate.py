@@ -64,9 +64,13 @@ def _numbers(layouts: tuple[Layout, ...], index: dict[Layout, int]) -> Ints:
 
 
 def _factor(
-    space: Space, transfer: WantedValue, prices: list[Floats], factors: list[Factor], makes: dict[Layout, int],
+    space: Space,
+    transfer: WantedValue,
+    prices: list[Floats],
+    factors: list[Factor],
+    makes: dict[Layout, int],
     asks: dict[Layout, int],
-) -> Factor:  # fmt: skip
+) -> Factor:
     have = _numbers(transfer.source.layouts, makes)
     readers: list[int] = []
     wants: list[Ints] = []

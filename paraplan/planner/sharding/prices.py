@@ -190,9 +190,13 @@ class MeshPrices:
         return self._moves[key]
 
     def transfers(
-        self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bundled: bool = False,
+        self,
+        spec: TensorSpec,
+        sources: tuple[Layout, ...],
+        targets: tuple[Layout, ...],
+        bundled: bool = False,
         wire: str = "",
-    ) -> Floats:  # fmt: skip
+    ) -> Floats:
         """[source, target, stream] prices of changing a value's layout; infinite where there is no way.
 
         `bundled`: lowering puts small values of this sort (parameters, their gradients) into one collective with
@@ -304,9 +308,11 @@ class MeshPrices:
 
 
 _AGAIN = {
-    "paraplan.bn_squares": (0,), "paraplan.bn_grad_affine": (0, 1), "aten.threshold_backward.default": (1, 1),
+    "paraplan.bn_squares": (0,),
+    "paraplan.bn_grad_affine": (0, 1),
+    "aten.threshold_backward.default": (1, 1),
     "aten.add.Tensor": (0,),
-}  # fmt: skip
+}
 """What a batch norm of all samples reads for a part of it besides what its last part does, by that part's inputs."""
 
 

@@ -138,9 +138,10 @@ class _Walk:
             modes = ("gather",) if self.modes == ("stripes",) and STRIPES not in rings else self.modes
             return frozenset(KEYS[mode] for mode in modes), _placed(rings[RING])
         fitting = [
-            choice for choice in axis_choices(dims)
+            choice
+            for choice in axis_choices(dims)
             if fits_letter(dims, choice.letter, self.size) and self._fits(graph, op, choice, have)
-        ]  # fmt: skip
+        ]
         if not fitting:
             return None, whole
         best = min(fitting, key=lambda choice: sum(h != need for h, need in zip(have, choice.inputs, strict=True)))

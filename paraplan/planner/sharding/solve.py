@@ -178,8 +178,8 @@ def solve_mesh(
             limit = max(least - (peak / limits.memory_bytes - 1), 1e-9)
             rows = tuple(replace(row, limit=limit) for row in base)
         else:
-            instants[at] = _at_peak(problem, instant_row(space, job.program, problem, at, limits.memory_bytes),
-                                    found.choices, peak / limits.memory_bytes, instants.get(at))  # fmt: skip
+            row = instant_row(space, job.program, problem, at, limits.memory_bytes)
+            instants[at] = _at_peak(problem, row, found.choices, peak / limits.memory_bytes, instants.get(at))
     else:
         raise _out_of_tries(space, mesh, limits, closest, ROUNDS)
     work = network.work(found.choices)
@@ -210,9 +210,13 @@ def _none_fits(space: Space, problem: Formulation, limits: SolveLimits, taken_s:
 
 
 def choose(
-    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: SolveLimits,
+    job: Job,
+    mesh: Mesh,
+    num_microbatches: int,
+    constraints: Constraints,
+    limits: SolveLimits,
     kept_bytes: float | None = None,
-) -> Decisions:  # fmt: skip
+) -> Decisions:
     """The sharding of least work on a mesh, memory of activations left out; nothing is lowered or simulated, so depth
     costs nothing.
 

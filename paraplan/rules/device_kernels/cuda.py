@@ -149,20 +149,29 @@ def _grouped_launches(call: OpCall) -> int:
 
 offer("cuda", "paraplan.constant", Kernel("kept", _always, *_contiguous_launches(1)))
 offer(
-    "cuda", "paraplan.embedding", Kernel("aten", _is_whole_table(2), *_contiguous_launches(1)),
+    "cuda",
+    "paraplan.embedding",
+    Kernel("aten", _is_whole_table(2), *_contiguous_launches(1)),
     Kernel("triton", _always, *_contiguous_launches(1, 0, 1)),
-)  # fmt: skip
+)
 offer(
-    "cuda", "paraplan.embedding_grad", Kernel("aten", _is_whole_table(4), *_contiguous_launches(1, 0, 1)),
+    "cuda",
+    "paraplan.embedding_grad",
+    Kernel("aten", _is_whole_table(4), *_contiguous_launches(1, 0, 1)),
     Kernel("triton", _always, *_local_ids),
-)  # fmt: skip
+)
 offer("cuda", "paraplan.embedding_tables", Kernel("triton", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.embedding_tables_grad", Kernel("triton", _always, *_local_ids))
 offer(
-    "cuda", SUMMED,
-    Kernel("wide", _is_wide, lambda call: 1 + len(_flat_copies(call)),
-           lambda call: sum(x.nbytes for x in _flat_copies(call))),
-)  # fmt: skip
+    "cuda",
+    SUMMED,
+    Kernel(
+        "wide",
+        _is_wide,
+        lambda call: 1 + len(_flat_copies(call)),
+        lambda call: sum(x.nbytes for x in _flat_copies(call)),
+    ),
+)
 offer("cuda", "paraplan.rms_norm", Kernel("fused", _always, *_contiguous_launches(1, 0)))
 offer("cuda", "paraplan.rms_norm_grad", Kernel("fused", _always, *_contiguous_launches(1, 0, 1)))
 offer("cuda", "paraplan.dropout", Kernel("triton", _always, *_contiguous_launches(1, 0)))
@@ -187,11 +196,17 @@ offer("cuda", "paraplan.bn_grad_input", Kernel("triton", _always, *_contiguous_l
 offer("cuda", "paraplan.bn_whole", Kernel("triton", _always, *_all_samples))
 offer("cuda", "paraplan.bn_whole_grad", Kernel("triton", _always, *_all_samples))
 offer(
-    "cuda", "paraplan.experts",
+    "cuda",
+    "paraplan.experts",
     Kernel("grouped", _grouped_fits, _grouped_launches, lambda call: grouped_experts(call.inputs, _mixture(call)[1])),
-)  # fmt: skip
+)
 offer(
-    "cuda", "paraplan.experts_grad",
-    Kernel("grouped", _grouped_fits, _grouped_launches,
-           lambda call: grouped_experts_grad(call.inputs, _mixture(call)[1], bool(call.args[9]))),
-)  # fmt: skip
+    "cuda",
+    "paraplan.experts_grad",
+    Kernel(
+        "grouped",
+        _grouped_fits,
+        _grouped_launches,
+        lambda call: grouped_experts_grad(call.inputs, _mixture(call)[1], bool(call.args[9])),
+    ),
+)

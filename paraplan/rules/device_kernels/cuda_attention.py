@@ -285,16 +285,18 @@ def _tiled_grad_workspace(call: OpCall) -> int:
 
 
 offer(
-    "cuda", "paraplan.attention",
+    "cuda",
+    "paraplan.attention",
     Kernel("flash", lambda call: _flash_fits(call, False), _flash_launches, _flash_workspace),
     Kernel("efficient", lambda call: _efficient_fits(call, False), _efficient_launches, _efficient_workspace),
     Kernel("triton", _tiled_fits, lambda call: 1 + len(_copies(*_Attention(call, False).inputs)), _tiled_workspace),
     Kernel("cudnn", lambda call: _cudnn_fits(call, False), _flash_launches, _flash_workspace, capability=9),
-)  # fmt: skip
+)
 offer(
-    "cuda", "paraplan.attention_grad",
+    "cuda",
+    "paraplan.attention_grad",
     Kernel("flash", lambda call: _flash_fits(call, True), _flash_grad_launches, _flash_grad_workspace),
     Kernel("efficient", lambda call: _efficient_fits(call, True), _efficient_grad_launches, _efficient_grad_workspace),
     Kernel("triton", _tiled_grad_fits, _tiled_grad_launches, _tiled_grad_workspace),
     Kernel("cudnn", lambda call: _cudnn_fits(call, True), _flash_grad_launches, _cudnn_grad_workspace, capability=9),
-)  # fmt: skip
+)

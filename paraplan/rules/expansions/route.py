@@ -48,15 +48,17 @@ class _Exchange:
         self.expected = n * expected_rows(total, held, choices, self.tokens)
         counts = TensorSpec("int64", (n,))
         self.steps.add(
-            "paraplan.route_plan", ("%" + self.ids, n, held, total),
+            "paraplan.route_plan",
+            ("%" + self.ids, n, held, total),
             {"tokens": TensorSpec("int64", (self.sent_rows,)), "sent": counts},
-        )  # fmt: skip
+        )
         gathered = [self.steps.exchange(ALL_GATHER, name, f"{name}*") for name in (self.ids, weights)]
         self.here = tuple(f"{name}.here" for name in gathered)
         self.steps.add(
-            "paraplan.route_here", (*("%" + name for name in gathered), n, held, start),
+            "paraplan.route_here",
+            (*("%" + name for name in gathered), n, held, start),
             {**{name: values[of] for name, of in zip(self.here, gathered, strict=True)}, "received": counts},
-        )  # fmt: skip
+        )
 
     def _spec(self, like: str, shape: tuple[int, ...]) -> TensorSpec:
         return TensorSpec(self.steps.values[like].dtype, shape)
@@ -77,7 +79,7 @@ class _Exchange:
         rows = self._route(name, f"{name}<", self.sent_rows, ("received", "sent"))
         return self.steps.add(
             "paraplan.route_add", ("%" + rows, "%tokens", self.tokens), {to: self._spec(name, (self.tokens, width))}
-        )  # fmt: skip
+        )
 
 
 def route_experts(op: Op, context: LocalContext, axis: int) -> Graph:

@@ -118,13 +118,19 @@ def striped_attention(op: Op, context: LocalContext, axis: int) -> Graph:
     sums: list[str] = []
     for block in range(steps.size):
         query, start = steps.stripe(queries, block), block * rows
-        own = {"in0": query, "in1": steps.cut(keys, 2, start, rows, f"k{block}"),
-               "in2": steps.cut(values, 2, start, rows, f"v{block}")}  # fmt: skip
+        own = {
+            "in0": query,
+            "in1": steps.cut(keys, 2, start, rows, f"k{block}"),
+            "in2": steps.cut(values, 2, start, rows, f"v{block}"),
+        }
         made = {f"out{block}": out, f"lse{block}": lse}
         found = steps.add(op.target, steps.at(block, start, 10, 7, **own), made), f"lse{block}"
         if block:
-            past = {"in0": query, "in1": steps.cut(keys, 2, 0, start, f"k<{block}"),
-                    "in2": steps.cut(values, 2, 0, start, f"v<{block}")}  # fmt: skip
+            past = {
+                "in0": query,
+                "in1": steps.cut(keys, 2, 0, start, f"k<{block}"),
+                "in2": steps.cut(values, 2, 0, start, f"v<{block}"),
+            }
             made = {f"out<{block}": out, f"lse<{block}": lse}
             before = steps.add(op.target, steps.at(block, 0, 10, -7, **past), made)
             merged = {f"joined{block}": out, f"total{block}": lse}
@@ -150,10 +156,15 @@ def striped_attention_grad(op: Op, context: LocalContext, axis: int) -> Graph:
         parts = {"": (block * rows, rows)} | ({"<": (0, block * rows)} if block else {})
         sums = ""
         for side, (start, length) in parts.items():
-            near = own | {"in2": steps.cut(keys, 2, start, length, f"k{side}{block}"),
-                          "in3": steps.cut(values, 2, start, length, f"v{side}{block}")}  # fmt: skip
-            made = {f"dq{side}{block}": steps.values[near["in1"]], f"dk{side}{block}": steps.values[near["in2"]],
-                    f"dv{side}{block}": steps.values[near["in3"]]}  # fmt: skip
+            near = own | {
+                "in2": steps.cut(keys, 2, start, length, f"k{side}{block}"),
+                "in3": steps.cut(values, 2, start, length, f"v{side}{block}"),
+            }
+            made = {
+                f"dq{side}{block}": steps.values[near["in1"]],
+                f"dk{side}{block}": steps.values[near["in2"]],
+                f"dv{side}{block}": steps.values[near["in3"]],
+            }
             steps.values |= made
             outs = (*made, None)[: len(op.outs)]
             args = steps.at(block, start, 13, -10 if side else 10, **near)

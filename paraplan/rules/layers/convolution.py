@@ -44,9 +44,13 @@ def conv(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     grouped = op.args[GROUPS] != 1
     linear = ((0,), (1,)) if len(inputs) == 2 else ((0, 2), (1, 2))
     return OpDims(
-        (given, weight, *bias), (made,), _sizes(op, x[0], x[1], out[1]), {} if grouped else {"k": "sum"}, linear,
+        (given, weight, *bias),
+        (made,),
+        _sizes(op, x[0], x[1], out[1]),
+        {} if grouped else {"k": "sum"},
+        linear,
         (2,) if bias and not grouped else (),
-    )  # fmt: skip
+    )
 
 
 @register("paraplan.conv_grad_input", localise=_local_groups, workspace=workspace.shape_reader)

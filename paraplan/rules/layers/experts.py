@@ -73,9 +73,8 @@ def experts_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     sizes = _sizes(inputs[1].shape[0], inputs[4].shape, inputs[5].shape)
     dims = (("t", "n"), _TOKENS, _TOKENS, _TOKENS, _IN, _OUT)
     outs = tuple(
-        None if spec is None else names
-        for spec, names in zip(outputs, (_TOKENS, _TOKENS, _IN, _OUT), strict=True)
-    )  # fmt: skip
+        None if spec is None else names for spec, names in zip(outputs, (_TOKENS, _TOKENS, _IN, _OUT), strict=True)
+    )
     lie = tuple(None if spec is None else letter for spec, letter in zip(outputs, "ttee", strict=True))
     route = _route(lie, sizes["t"], sizes["e"], 1)
     return OpDims(dims, outs, sizes, dict.fromkeys("tefn", "sum"), ((0,),), ring=route)
@@ -105,6 +104,4 @@ def embedding_tables_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a t h, a t -> t v h`: positions contracted."""
     lead = letters(len(inputs[1].shape) - 1, skip="tvh")
     sizes = sizes_of((("t", "v", "h"), outputs[0].shape), ((*lead, "t"), inputs[1].shape))
-    return OpDims(
-        ((*lead, "t", "h"), (*lead, "t")), (("t", "v", "h"),), sizes, dict.fromkeys(lead, "sum"), ((0,),)
-    )  # fmt: skip
+    return OpDims(((*lead, "t", "h"), (*lead, "t")), (("t", "v", "h"),), sizes, dict.fromkeys(lead, "sum"), ((0,),))

@@ -84,8 +84,14 @@ def _grad_weight_workspace(inputs: Values, outputs: Values, args: tuple[Arg, ...
     return sum(columns * (count + -count % ALIGNED) for columns, count in rows)
 
 
-def _dims(left: tuple[str, ...], right: tuple[str, ...], out: tuple[str, ...], inputs: Specs, leads: tuple[str, ...],
-          contracted: tuple[str, ...]) -> OpDims:  # fmt: skip
+def _dims(
+    left: tuple[str, ...],
+    right: tuple[str, ...],
+    out: tuple[str, ...],
+    inputs: Specs,
+    leads: tuple[str, ...],
+    contracted: tuple[str, ...],
+) -> OpDims:
     sizes = sizes_of((left, inputs[0].shape), (right, inputs[1].shape))
     blocks = {name: size // ALIGNED if name in "kn" else size for name, size in sizes.items()}
     dims = OpDims((left, right, (), ()), (out,), blocks, dict.fromkeys(contracted, "sum"))

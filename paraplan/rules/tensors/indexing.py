@@ -25,9 +25,8 @@ def _aligned(shape: Shape, wanted: Shape, names: Letters) -> Letters:
     """Letters of a tensor that broadcasts to `wanted`."""
     lead = len(wanted) - len(shape)
     return tuple(
-        name if size == full else WHOLE
-        for name, size, full in zip(names[lead:], shape, wanted[lead:], strict=True)
-    )  # fmt: skip
+        name if size == full else WHOLE for name, size, full in zip(names[lead:], shape, wanted[lead:], strict=True)
+    )
 
 
 def _indexed(op: Op, source: TensorSpec, indices: Specs) -> tuple[Letters, Letters, list[Letters], Shape] | None:
@@ -71,9 +70,13 @@ def index_put(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     last = len(inputs) - 1
     if len(op.args) > 3 and op.args[3]:
         return OpDims(
-            (names, *positions, values), (names,), sizes_of((out, shape)), dict.fromkeys(sorted(indexed), "sum"),
-            ((0, last),), (0,),
-        )  # fmt: skip
+            (names, *positions, values),
+            (names,),
+            sizes_of((out, shape)),
+            dict.fromkeys(sorted(indexed), "sum"),
+            ((0, last),),
+            (0,),
+        )
     keep = [tuple(WHOLE if name in indexed else name for name in dims) for dims in (*positions, values)]
     sizes = {name: size for name, size in sizes_of((out, shape)).items() if name not in indexed}
     return OpDims((names, *keep), (names,), sizes, {}, ((0, last),))

@@ -99,9 +99,11 @@ def linear_grad_weight(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b n, a b k -> n k`: the leading dims are contracted."""
     lead = letters(len(inputs[0].shape) - 1, skip="kn")
     sizes = sizes_of(((*lead, "n"), inputs[0].shape), ((*lead, "k"), inputs[1].shape))
-    return uneven(OpDims(
-        ((*lead, "n"), (*lead, "k")), (_weight(bool(op.args[2])),), sizes, dict.fromkeys(lead, "sum"), ((0,), (1,))
-    ))  # fmt: skip
+    return uneven(
+        OpDims(
+            ((*lead, "n"), (*lead, "k")), (_weight(bool(op.args[2])),), sizes, dict.fromkeys(lead, "sum"), ((0,), (1,))
+        )
+    )
 
 
 @register("aten.baddbmm.default")

@@ -11,9 +11,7 @@ def _along(inputs: Specs, outputs: Specs, dim: int) -> OpDims:
     whole = place_of_dim(dim, shape)
     names = tuple(WHOLE if at == whole else name for at, name in enumerate(letters(len(shape))))
     short = tuple(name for at, name in enumerate(names) if at != whole)
-    outs = tuple(
-        None if spec is None else (names if len(spec.shape) == len(shape) else short) for spec in outputs
-    )  # fmt: skip
+    outs = tuple(None if spec is None else (names if len(spec.shape) == len(shape) else short) for spec in outputs)
     return OpDims((names,), outs, sizes_of((names, shape)))
 
 

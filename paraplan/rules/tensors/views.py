@@ -51,16 +51,18 @@ def factor_letters(
     return tuple(left), tuple(right), sizes
 
 
-@register("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", strides="view",
-          localise=lambda args, ctx: (args[0], ctx.local_outputs[0]))  # fmt: skip
+@register(
+    "aten.view.default",
+    "aten._unsafe_view.default",
+    "aten.reshape.default",
+    strides="view",
+    localise=lambda args, ctx: (args[0], ctx.local_outputs[0]),
+)
 def view(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`(a x) b -> a (x b)` and the like."""
     source, target = inputs[0].shape, outputs[0].shape
     left, right, sizes = factor_letters(source, target)
-    merged = [
-        name for name, size in sizes.items()
-        if not source[left.index(name)] == target[right.index(name)] == size
-    ]  # fmt: skip
+    merged = [name for name, size in sizes.items() if not source[left.index(name)] == target[right.index(name)] == size]
     return uneven(OpDims((left,), (right,), sizes, {}, ((0,),)), *merged)
 
 

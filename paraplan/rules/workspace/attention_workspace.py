@@ -51,11 +51,15 @@ def attention_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> in
     grouped, scores, dropped = row.regrouped(grad), row.scores, (row.scores if p else 0)
     summed = row.summed(mask) if args[14] and mask is not None else 0
     worst = max(
-        row.scoring(mask, causal), row.weighing, grouped + scores + row.dropping(p),
-        grouped + scores + dropped + row.of_values, grouped + scores + row.casts(out) + row.result + row.statistics,
-        grouped + row.statistics + 2 * scores + row.dropping(p), grouped + row.statistics + scores + summed,
+        row.scoring(mask, causal),
+        row.weighing,
+        grouped + scores + row.dropping(p),
+        grouped + scores + dropped + row.of_values,
+        grouped + scores + row.casts(out) + row.result + row.statistics,
+        grouped + row.statistics + 2 * scores + row.dropping(p),
+        grouped + row.statistics + scores + summed,
         grouped + row.statistics + scores + max(row.of_queries, row.regrouped(query) + row.of_keys),
-    )  # fmt: skip
+    )
     if args[14] and mask is not None and size_of(mask) < row.item:
         worst += math.prod(mask.shape) * row.item
     return row.casts(query, key, value, grad) + worst

@@ -29,8 +29,9 @@ def index(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
     return sum(map(_copied, inputs))
 
 
-def _mixture(x: LocalValue | None, ids: LocalValue | None, weights: LocalValue | None, w_in: LocalValue | None,
-             widths: int) -> int:  # fmt: skip
+def _mixture(
+    x: LocalValue | None, ids: LocalValue | None, weights: LocalValue | None, w_in: LocalValue | None, widths: int
+) -> int:
     """Buffers of one block, `widths` columns wide, made first; then sorting, or the order and a block's rows."""
     assert x is not None and ids is not None and weights is not None and w_in is not None
     chosen, rows = math.prod(ids.shape), min(x.shape[0], BLOCK_ROWS)
@@ -86,9 +87,7 @@ def grouped_experts_grad(inputs: Values, total: int, train: bool) -> int:
     return _grouped(inputs, ids, w_in, total, of_a_piece)
 
 
-def _grouped(
-    inputs: Values, ids: LocalValue, w_in: LocalValue, total: int, of_a_piece: Callable[[int], int]
-) -> int:  # fmt: skip
+def _grouped(inputs: Values, ids: LocalValue, w_in: LocalValue, total: int, of_a_piece: Callable[[int], int]) -> int:
     chosen, held = math.prod(ids.shape), w_in.shape[0]
     kept = 12 * chosen + 8 + 4 * held * pieces(ids, held, total)
     sorting = 32 * chosen  # sorted numbers, and inside of torch's sort of many both sides of a radix sort

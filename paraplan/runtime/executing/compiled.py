@@ -58,9 +58,13 @@ class CheckedBlock:
     """
 
     def __init__(
-        self, block: Block, eager: fx.GraphModule, transport: DistributedTransport, backend: Backend = "inductor",
+        self,
+        block: Block,
+        eager: fx.GraphModule,
+        transport: DistributedTransport,
+        backend: Backend = "inductor",
         strict: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.block, self.eager, self.transport, self.backend, self.strict = block, eager, transport, backend, strict
         self.chosen: Boxed | None = None
         self.reason, self.calls = "", 0
@@ -227,9 +231,13 @@ class CompiledPhases:
     """
 
     def __init__(
-        self, executor: Executor, transport: DistributedTransport, phases: Sequence[str],
-        backend: Backend = "inductor", strict: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        executor: Executor,
+        transport: DistributedTransport,
+        phases: Sequence[str],
+        backend: Backend = "inductor",
+        strict: bool = False,
+    ) -> None:
         self.executor, self.transport, self._strict = executor, transport, strict
         self.blocks: dict[str, CheckedBlock] = {}
         self._is_due = bool(phases)

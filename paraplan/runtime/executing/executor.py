@@ -64,9 +64,16 @@ class Executor:
     """
 
     def __init__(
-        self, program: RankProgram, modules: Modules, coordinates: tuple[int, ...], port: Port, rank: int = 0,
-        locate: Locate = no_source, tapes: Mapping[str, Tape] | None = None, copier: Copier | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        program: RankProgram,
+        modules: Modules,
+        coordinates: tuple[int, ...],
+        port: Port,
+        rank: int = 0,
+        locate: Locate = no_source,
+        tapes: Mapping[str, Tape] | None = None,
+        copier: Copier | None = None,
+    ) -> None:
         self.program, self.coordinates, self.port, self.rank = program, coordinates, port, rank
         self.modules: dict[str, Callable[[list[Any]], Any]] = dict(modules)
         self.tapes = make_tapes(program, modules) if tapes is None else tapes

@@ -249,12 +249,25 @@ def copy_alone(x: Tensor) -> Tensor:
 
 
 _OWN: dict[str, Callable[..., Any]] = {
-    "shard": shard, "stack": stack, "unstack": unstack, "first_only": first_only, "reshape_copy": reshape_copy,
-    "write": write, "write_many": write_many,
-    "cast_many": cast_many, "constant": constant, "pack": pack, "unpack": unpack, "unpack_stacked": unpack_stacked,
-    "fill_tail": fill_tail, "fill_tail_": fill_tail_, "put_": put_, "grow_": grow_,
-    "linear_into_": linear_into_, "linear_rows": linear_rows,
-}  # fmt: skip
+    "shard": shard,
+    "stack": stack,
+    "unstack": unstack,
+    "first_only": first_only,
+    "reshape_copy": reshape_copy,
+    "write": write,
+    "write_many": write_many,
+    "cast_many": cast_many,
+    "constant": constant,
+    "pack": pack,
+    "unpack": unpack,
+    "unpack_stacked": unpack_stacked,
+    "fill_tail": fill_tail,
+    "fill_tail_": fill_tail_,
+    "put_": put_,
+    "grow_": grow_,
+    "linear_into_": linear_into_,
+    "linear_rows": linear_rows,
+}
 
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
 """The functions above, which lowering itself adds; all they ever make are their results."""

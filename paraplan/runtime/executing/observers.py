@@ -97,12 +97,18 @@ class Account(Observer):
         step = self._step
         self.entries.append(
             Entry(
-                action=step.action, segment=step.segment, microbatch=step.microbatch, target=target,
-                shapes=self._shapes, allocated_bytes=self._middle - self._before,
-                freed_bytes=self._middle - self.ledger.live_bytes, collective=collective,
-                tiers=changes(self._tiers, self._most, self.ledger.levels()), note=note,
+                action=step.action,
+                segment=step.segment,
+                microbatch=step.microbatch,
+                target=target,
+                shapes=self._shapes,
+                allocated_bytes=self._middle - self._before,
+                freed_bytes=self._middle - self.ledger.live_bytes,
+                collective=collective,
+                tiers=changes(self._tiers, self._most, self.ledger.levels()),
+                note=note,
             )
-        )  # fmt: skip
+        )
 
 
 class Timer(Observer):

@@ -91,9 +91,13 @@ class _Caller:
         values = [None if out is None else block.values[out] for out in instr.outs]
         outs = tuple(value and msgspec.structs.replace(value, base="", storage_bytes=0) for value in values)
         self.call = _Call(
-            target=instr.target, kernel=instr.kernel, args=args, kwargs=kwargs, outs=outs,
+            target=instr.target,
+            kernel=instr.kernel,
+            args=args,
+            kwargs=kwargs,
+            outs=outs,
             device="" if self.tensors else device,
-        )  # fmt: skip
+        )
 
     def by(self, find: Callable[[str], fx.Node]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The op and its arguments, given the nodes of names and offsets."""

@@ -25,10 +25,17 @@ def linear_grad_weight_(total: Tensor, g: Tensor, x: Tensor, transposed: bool) -
         torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
 
 
-def linear_into_(
-    whole: Tensor, piece: Tensor, w: Tensor, bias: Tensor | None, transposed: bool, n: int, count: int, index: int,
+def linear_into_(  # noqa: PLR0913
+    whole: Tensor,
+    piece: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    n: int,
+    count: int,
+    index: int,
     dim: int,
-) -> None:  # fmt: skip
+) -> None:
     """The rows of `whole` [..., n * count * length, ..., out] that a gathered piece is of: piece * w (+ bias)."""
     for rows, out in zip(_stacked(piece, n, dim), _lying(whole, n, count, index, dim), strict=True):
         _product(rows, w, bias, transposed, out)

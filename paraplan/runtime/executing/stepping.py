@@ -38,18 +38,26 @@ def make_executors(
     mesh_of = transport.mesh_of
     executors = [
         Executor(
-            programs[rank_class[rank]], modules[rank_class[rank]], mesh_of[rank].coordinates(rank),
-            transport.port(rank), rank, locate, tapes[rank_class[rank]], Copier(device, rank=rank),
+            programs[rank_class[rank]],
+            modules[rank_class[rank]],
+            mesh_of[rank].coordinates(rank),
+            transport.port(rank),
+            rank,
+            locate,
+            tapes[rank_class[rank]],
+            Copier(device, rank=rank),
         )
         for rank in (mesh.devices if isinstance(mesh, Mesh) else sorted(mesh_of))
-    ]  # fmt: skip
+    ]
     return transport, executors
 
 
 def step_together(
-    transport: Transport, executors: Sequence[Executor], steps: Sequence[Iterable[Step]],
+    transport: Transport,
+    executors: Sequence[Executor],
+    steps: Sequence[Iterable[Step]],
     observer: Observer | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Record the given steps of every rank of this process, each going on until it waits for a peer.
 
     Args:

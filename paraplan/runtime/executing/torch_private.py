@@ -23,10 +23,22 @@ from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "TorchDispatchMode", "default_store", "exchange_rows", "find_backend", "function_modes", "group_timeout",
-    "in_transform", "norms_of", "rank_in_group", "scale_all", "set_group_timeout", "storage_key", "storage_of",
-    "tree_leaves", "untracked",
-]  # fmt: skip
+    "TorchDispatchMode",
+    "default_store",
+    "exchange_rows",
+    "find_backend",
+    "function_modes",
+    "group_timeout",
+    "in_transform",
+    "norms_of",
+    "rank_in_group",
+    "scale_all",
+    "set_group_timeout",
+    "storage_key",
+    "storage_of",
+    "tree_leaves",
+    "untracked",
+]
 
 
 class TorchDispatchMode(AnyDispatchMode):

@@ -73,9 +73,11 @@ def coupling(make: Make, groups: Sequence[Mapping[str, Any]], dims: Collection[i
         seen.append(repr(options))
         each = _of_group(make, options, sorted(dims), like)
         found = Coupling(
-            found.within or each.within, found.across or each.across, found.draws or each.draws,
+            found.within or each.within,
+            found.across or each.across,
+            found.draws or each.draws,
             found.closure or each.closure,
-        )  # fmt: skip
+        )
     return found
 
 

@@ -21,9 +21,12 @@ GroupMaker = Callable[[Named], Iterable[Any]]
 
 
 def param_groups(
-    named: Named, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None,
-    tiers: Mapping[str, str] | None = None, everywhere: Iterable[tuple[str, str]] = (),
-) -> list[Any]:  # fmt: skip
+    named: Named,
+    groups: Sequence[Mapping[str, Any]] | None,
+    params: GroupMaker | None,
+    tiers: Mapping[str, str] | None = None,
+    everywhere: Iterable[tuple[str, str]] = (),
+) -> list[Any]:
     """What the optimizer's class is given: the same groups on every rank, so that schedulers are the same there, some
     without parameters where a stage of a pipeline has none of theirs.
 
@@ -141,9 +144,13 @@ def _read(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def norm_share(
-    grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinates: Dims, norm_type: float,
-    device: str = "cpu", waiting: WaitingGrads | None = None,
-) -> Tensor:  # fmt: skip
+    grads: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    coordinates: Dims,
+    norm_type: float,
+    device: str = "cpu",
+    waiting: WaitingGrads | None = None,
+) -> Tensor:
     """This rank's share of sum |g|^p (of max |g| for p = inf), each element counted on one rank only; float64.
 
     Of gradients that wait beside states (`waiting`) it is known already. Others are read where they are, without a

@@ -38,9 +38,14 @@ class Scaler(GradScaler):
     """
 
     def __init__(
-        self, plan: Plan, agree: Callable[[Tensor], object], scales: Sequence[Tensor], device: str,
-        waiting: Sequence[WaitingGrads] = (), **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        agree: Callable[[Tensor], object],
+        scales: Sequence[Tensor],
+        device: str,
+        waiting: Sequence[WaitingGrads] = (),
+        **options: Any,
+    ) -> None:
         if plan.program.precision != "fp16":
             raise PlanMismatchError(
                 f"the plan computes in {plan.program.precision}, whose gradients need no scaling; "

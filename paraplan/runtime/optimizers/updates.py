@@ -25,9 +25,13 @@ _ALONE = "or use an optimizer that updates every element by itself (SGD, Adam, A
 
 
 def make_optimizer(
-    rank: Rank, cls: Any, groups: Sequence[Mapping[str, Any]] | None, params: GroupMaker | None,
-    options: Mapping[str, Any], couplings: Couplings,
-) -> torch.optim.Optimizer:  # fmt: skip
+    rank: Rank,
+    cls: Any,
+    groups: Sequence[Mapping[str, Any]] | None,
+    params: GroupMaker | None,
+    options: Mapping[str, Any],
+    couplings: Couplings,
+) -> torch.optim.Optimizer:
     """An optimizer of a class over a rank's parameters.
 
     Args:

@@ -44,9 +44,12 @@ class Settings:
     """
 
     def __init__(
-        self, model: nn.Module, program: Program, reads: Reads | None = None,
+        self,
+        model: nn.Module,
+        program: Program,
+        reads: Reads | None = None,
         again: str = "call fit again with the model as it is to train",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._program, self._reads, self._again = weakref.ref(model), program, reads or Reads(), again
         self._modules = [_Module(name, module) for name, module in model.named_modules()]
         self._registered, self._methods = Registries(model), Methods(model)
@@ -167,9 +170,7 @@ def _snapshot(value: object) -> tuple[Callable[[object], bool], str]:
 class _Owner:
     """The attributes of one module or object: those in its dictionary that `==` compares at once, others one by one."""
 
-    def __init__(
-        self, owner: Any, said: dict[tuple[str, tuple[Any, ...]], _Said], names: Mapping[int, str]
-    ) -> None:  # fmt: skip
+    def __init__(self, owner: Any, said: dict[tuple[str, tuple[Any, ...]], _Said], names: Mapping[int, str]) -> None:
         self._ref: Callable[[], Any] = _reference(owner)
         self._said, self._names = said, names
         held = getattr(owner, "__dict__", {})

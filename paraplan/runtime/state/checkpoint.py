@@ -182,8 +182,9 @@ class Checkpointing(TrainerCore):
         """
         about = {
             "groups": groups_of([optimizer], self.state.params, self.transport.everyones),
-            "steps_done": self.steps_done, "seed": self.state.seed,
-        }  # fmt: skip
+            "steps_done": self.steps_done,
+            "seed": self.state.seed,
+        }
         return {"state": self.slots(optimizer, create), "about": pack(about)}
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -239,9 +240,10 @@ class Checkpointing(TrainerCore):
                 slot: v.to(
                     home if is_like(v, param.shape) else v.device, copy=True, memory_format=torch.contiguous_format
                 )
-                if isinstance(v, Tensor) else v
+                if isinstance(v, Tensor)
+                else v
                 for slot, v in kept.items()
-            }  # fmt: skip
+            }
 
     def slots_device(self, name: str) -> torch.device:
         """Where a parameter's optimizer states are kept: where they live if they come to their update, or beside it."""
@@ -277,9 +279,13 @@ class Checkpointing(TrainerCore):
             return local.detach()
         shape = self._shape(name)
         return DTensor.from_local(
-            local.detach(), self.transport.mesh_on(local.device.type), [_placement(p) for p in layout], run_check=False,
-            shape=torch.Size(shape), stride=contiguous_strides(shape),
-        )  # fmt: skip
+            local.detach(),
+            self.transport.mesh_on(local.device.type),
+            [_placement(p) for p in layout],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=contiguous_strides(shape),
+        )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         program = self.plan.program

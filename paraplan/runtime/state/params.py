@@ -196,9 +196,13 @@ class Nothing:
 
 
 def local_tensors(
-    program: RankProgram, values: Values, coordinates: Dims, device: str, homes: Homes,
+    program: RankProgram,
+    values: Values,
+    coordinates: Dims,
+    device: str,
+    homes: Homes,
     held: Mapping[Name, Tensor] | None = None,
-) -> dict[Name, Tensor]:  # fmt: skip
+) -> dict[Name, Tensor]:
     """A rank's parameters, optimizer views and states, buffers and seeds, by outer name, each with storage of its own
     but for states that are views of a stored copy. A parameter and its state are asked for one after the other. What
     is on disk lies in `homes`. Those `held` already are taken as they are.

@@ -41,9 +41,11 @@ def optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
 def schedulers_in(value: Any) -> list[Any]:
     """Likewise."""
     return _listed(
-        value, "scheduler", "one of torch.optim.lr_scheduler",
+        value,
+        "scheduler",
+        "one of torch.optim.lr_scheduler",
         lambda x: hasattr(x, "load_state_dict") and not hasattr(x, "param_groups"),
-    )  # fmt: skip
+    )
 
 
 def check_scaler(value: Any) -> None:
@@ -150,9 +152,10 @@ def _difference(own: Mapping[str, Any], found: Mapping[str, Any], what: str) -> 
 
 
 def groups_of(
-    optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    params: Mapping[str, nn.Parameter],
     everyones: Callable[[Any], list[Any]] = lambda own: [own],
-) -> Groups:  # fmt: skip
+) -> Groups:
     """The groups of optimizers one after another, with names for parameters.
 
     Args:
@@ -243,9 +246,11 @@ def schedules_of(schedulers: Sequence[Any]) -> list[Any]:
 
 
 def take_schedules(
-    schedulers: Sequence[Any], saved: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    saved: Sequence[Any],
+    optimizers: Sequence[torch.optim.Optimizer],
     match: Sequence[int | None],
-) -> None:  # fmt: skip
+) -> None:
     """Give schedulers their saved states; what they keep per group follows the groups.
 
     Raises:

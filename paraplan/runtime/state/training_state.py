@@ -63,9 +63,15 @@ class TrainingStates(Checkpointing):
         for each in optimizers:
             found["optimizer"] |= self.slots(each, create)
         about = about_run(
-            self.plan.program, optimizers, self.state.params, scheduler, scaler, self.steps_done, self.state.seed,
+            self.plan.program,
+            optimizers,
+            self.state.params,
+            scheduler,
+            scaler,
+            self.steps_done,
+            self.state.seed,
             self.transport.everyones,
-        )  # fmt: skip
+        )
         found[ABOUT] = pack(about)
         unpack(found[ABOUT])  # what cannot be read again is told now
         return found
@@ -216,9 +222,15 @@ class TrainingStates(Checkpointing):
 
 
 def about_run(
-    program: Program, optimizers: list[torch.optim.Optimizer], params: Mapping[str, nn.Parameter], scheduler: Any,
-    scaler: Any, steps_done: int, seed: int | None, everyones: Callable[[Any], list[Any]] = lambda own: [own],
-) -> dict[str, Any]:  # fmt: skip
+    program: Program,
+    optimizers: list[torch.optim.Optimizer],
+    params: Mapping[str, nn.Parameter],
+    scheduler: Any,
+    scaler: Any,
+    steps_done: int,
+    seed: int | None,
+    everyones: Callable[[Any], list[Any]] = lambda own: [own],
+) -> dict[str, Any]:
     """What a training state has beside tensors."""
     progress.check_scaler(scaler)
     return {
@@ -233,9 +245,13 @@ def about_run(
 
 
 def read_numbers(
-    program: Program, state: Mapping[str, Any], optimizers: list[torch.optim.Optimizer], groups: progress.Groups,
-    scheduler: Any, scaler: Any,
-) -> dict[str, Any]:  # fmt: skip
+    program: Program,
+    state: Mapping[str, Any],
+    optimizers: list[torch.optim.Optimizer],
+    groups: progress.Groups,
+    scheduler: Any,
+    scaler: Any,
+) -> dict[str, Any]:
     """What a training state has beside tensors, and which saved group each group takes its options from.
 
     Raises:

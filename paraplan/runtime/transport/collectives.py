@@ -107,8 +107,9 @@ def start_permute(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
     return _as_meant(issued, x.dtype)
 
 
-def start_route(x: Tensor, reduction: str, n: int, group: str, sent: Tensor, received: Tensor, rows: int,
-                priced_rows: int = 0) -> Tensor:  # fmt: skip
+def start_route(
+    x: Tensor, reduction: str, n: int, group: str, sent: Tensor, received: Tensor, rows: int, priced_rows: int = 0
+) -> Tensor:
     """Starts sending each rank its rows of x, which lie one after another; they arrive likewise, zeros after them."""
     out = x.new_empty(ROUTE.result_shape(x.shape, n, rows))
     sends, receives = row_counts(sent, received)

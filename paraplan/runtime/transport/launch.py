@@ -237,10 +237,16 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
     code, handlers = 0, {each: signal.getsignal(each) for each in handled}
     with tempfile.TemporaryDirectory(prefix="paraplan-") as folder:
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", max_restarts=0, start_method=method,
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            start_method=method,
             logs_specs=DefaultLogsSpecs(os.path.join(folder, "logs"), local_ranks_filter={0}),
-        )  # fmt: skip
+        )
         try:
             elastic_launch(config, run_rank)(module, tuple(args), {**environment, FAULTS: folder})
         except SignalException as stopped:

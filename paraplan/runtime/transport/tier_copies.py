@@ -112,9 +112,13 @@ class Copier:
     """
 
     def __init__(
-        self, device: str = "cpu", beside: bool = False, pace: Pace | None = None, folder: str | Path | None = None,
+        self,
+        device: str = "cpu",
+        beside: bool = False,
+        pace: Pace | None = None,
+        folder: str | Path | None = None,
         rank: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device, self.rank, self._pace, self._beside = device, rank, pace, beside
         if pace is not None and device != "cpu":
             raise RuntimeFailure(f"copies of {device} tensors take the time they take: a pace is for CPU processes")

@@ -127,9 +127,15 @@ class InProcessTransport:
         return x
 
     def issue(
-        self, rank: int, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False,
+        self,
+        rank: int,
+        kind: str,
+        x: Tensor,
+        reduction: str,
+        axis: int,
+        in_place: bool = False,
         route: UnevenRoute | None = None,
-    ) -> Handle:  # fmt: skip
+    ) -> Handle:
         """See `Port.issue`.
 
         Raises:

@@ -24,9 +24,18 @@ class Stats:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: None, seed: Tensor | None, p: float, slot: int, causal: bool, scale: float,
-    global_shape: Sequence[int], starts: Sequence[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: None,
+    seed: Tensor | None,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """As `kernels.attention_kernels.attention`."""
     if causal and starts[2] < starts[3]:
         return nothing(q, v)
@@ -38,17 +47,43 @@ def attention(
 
 
 def attention_grad(
-    g_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: None, seed: Tensor | None, out: Tensor, lse: Tensor,
-    p: float, slot: int, causal: bool, scale: float, global_shape: Sequence[int], starts: Sequence[int],
+    g_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
     mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, None]:
     """As `kernels.attention_kernels.attention_grad`."""
     if causal and starts[2] < starts[3]:
         return *no_gradients(q, k, v), None
     undrawn = torch.empty((), dtype=torch.int64, device=q.device)  # the state of random numbers
     stats = lse.unsqueeze(-1) if Stats.dims == 4 else lse
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        g_out, q, k, v, out, stats, undrawn, undrawn, None, None, None, q.shape[2], k.shape[2], 0.0,
-        causal and starts[2] == starts[3], scale=scale,
-    )  # fmt: skip
+        g_out,
+        q,
+        k,
+        v,
+        out,
+        stats,
+        undrawn,
+        undrawn,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal and starts[2] == starts[3],
+        scale=scale,
+    )
     return heads_last_layout(dq), heads_last_layout(dk), heads_last_layout(dv), None

@@ -21,9 +21,18 @@ INF = float("inf")
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, p: float, slot: int, causal: bool,
-    scale: float, global_shape: Sequence[int], starts: Sequence[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """As `kernels.attention_kernels.attention`."""
     if causal and starts[2] < starts[3]:
         return nothing(q, v)
@@ -34,19 +43,42 @@ def attention(
 
 
 def attention_grad(
-    g_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor,
-    p: float, slot: int, causal: bool, scale: float, global_shape: Sequence[int], starts: Sequence[int],
+    g_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
     mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `kernels.attention_kernels.attention_grad`."""
     asks = mask_grad and mask is not None
     if causal and starts[2] < starts[3]:
         return *no_gradients(q, k, v), torch.zeros_like(mask) if asks and mask is not None else None
     padded = _padded(lse, mask is not None)
     dq, dk, dv, dmask = aten._scaled_dot_product_efficient_attention_backward(
-        heads_last_layout(g_out), q, k, v, _added(mask, q, k), out, padded, padded, padded, 0.0,
-        (True, True, True, asks), causal and starts[2] == starts[3], scale=scale,
-    )  # fmt: skip
+        heads_last_layout(g_out),
+        q,
+        k,
+        v,
+        _added(mask, q, k),
+        out,
+        padded,
+        padded,
+        padded,
+        0.0,
+        (True, True, True, asks),
+        causal and starts[2] == starts[3],
+        scale=scale,
+    )
     return dq, dk, dv, dmask if asks else None
 
 

@@ -30,9 +30,18 @@ def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: None, seed: Tensor | None, p: float, slot: int, causal: bool, scale: float,
-    global_shape: Sequence[int], starts: Sequence[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: None,
+    seed: Tensor | None,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """As `kernels.attention_kernels.attention`."""
     if causal and starts[2] < starts[3]:
         return nothing(q, v)
@@ -43,16 +52,41 @@ def attention(
 
 
 def attention_grad(
-    g_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: None, seed: Tensor | None, out: Tensor, lse: Tensor,
-    p: float, slot: int, causal: bool, scale: float, global_shape: Sequence[int], starts: Sequence[int],
+    g_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
     mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, None]:
     """As `kernels.attention_kernels.attention_grad`."""
     if causal and starts[2] < starts[3]:
         return *no_gradients(q, k, v), None
     unread = lse  # the state of random numbers, which are not drawn
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        g_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal and starts[2] == starts[3],
-        unread, unread, scale=scale,
-    )  # fmt: skip
+        g_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal and starts[2] == starts[3],
+        unread,
+        unread,
+        scale=scale,
+    )
     return heads_last_layout(dq), heads_last_layout(dk), heads_last_layout(dv), None

@@ -243,9 +243,17 @@ class _Given(NamedTuple):
 
 
 def _given(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, slot: int, causal: bool, scale: float,
-    global_shape: Sequence[int], starts: Sequence[int],
-) -> _Given:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
+) -> _Given:
     (_, h, s, d), (g, t, e) = q.shape, v.shape[1:]
     widths = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(e))
     tiles = (64, 32) if max(widths) > 128 or q.dtype == torch.float32 else (128, 64)
@@ -255,9 +263,15 @@ def _given(
     if mask is not None:
         masks = tuple(stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True))
     fixed = (
-        threshold, drop_scale, mask is not None, mask is not None and mask.dtype == torch.bool, causal, p > 0, *widths,
+        threshold,
+        drop_scale,
+        mask is not None,
+        mask is not None and mask.dtype == torch.bool,
+        causal,
+        p > 0,
+        *widths,
         *tiles,
-    )  # fmt: skip
+    )
     return _Given(masks, tuple(global_shape), tuple(starts), (h, g, s, t, d, e, scale, slot_key(slot)), fixed)
 
 
@@ -287,9 +301,18 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, p: float, slot: int, causal: bool,
-    scale: float, global_shape: Sequence[int], starts: Sequence[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """As `kernels.attention_kernels.attention`, in one launch."""
     q, k, v, mask = _unit(q), _unit(k), _unit(v), _columns(mask, k.shape[2], starts[3])
     (b, h, s, _), e = q.shape, v.shape[-1]
@@ -304,10 +327,22 @@ def attention(
 
 
 def attention_grad(
-    g_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor,
-    p: float, slot: int, causal: bool, scale: float, global_shape: Sequence[int], starts: Sequence[int],
+    g_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    p: float,
+    slot: int,
+    causal: bool,
+    scale: float,
+    global_shape: Sequence[int],
+    starts: Sequence[int],
     mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `kernels.attention_kernels.attention_grad`, in three launches, with the mask's gradient in five."""
     dmask = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device) if mask_grad and mask is not None else None
     g_out, q, k, v, out, lse = (*map(_unit, (g_out, q, k, v, out)), row_major(lse))

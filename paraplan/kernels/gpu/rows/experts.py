@@ -64,8 +64,9 @@ def _row(x, out, source, row, width, block: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _gather(x, g, order, first, ends, xs, gs, begin, choices, width, g_width, held, grad: tl.constexpr,
-            block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _gather(
+    x, g, order, first, ends, xs, gs, begin, choices, width, g_width, held, grad: tl.constexpr, block: tl.constexpr
+):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(ends + held - 1):
         token = tl.load(order + tl.load(first) + begin + row) // choices
@@ -88,8 +89,21 @@ def _hidden(u, ends, width, held, gated: tl.constexpr, kind: tl.constexpr, block
 
 
 @triton.jit
-def _hidden_grad(u, d, weights, gw, order, first, ends, begin, width, held, gated: tl.constexpr, kind: tl.constexpr,
-                 block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _hidden_grad(
+    u,
+    d,
+    weights,
+    gw,
+    order,
+    first,
+    ends,
+    begin,
+    width,
+    held,
+    gated: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     """u := its gradient, gw := Σ d · z, d := z · weight, z being what `_hidden` makes of u."""
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(ends + held - 1):
@@ -116,8 +130,22 @@ def _hidden_grad(u, d, weights, gw, order, first, ends, begin, width, held, gate
 
 
 @triton.jit
-def _combine(y, ids, weights, inverse, out, choices, width, e_start, held, begin, rows, weighted: tl.constexpr,
-             adds: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _combine(
+    y,
+    ids,
+    weights,
+    inverse,
+    out,
+    choices,
+    width,
+    e_start,
+    held,
+    begin,
+    rows,
+    weighted: tl.constexpr,
+    adds: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     """out[t] := Σ over the choices of t in this piece of y, weighted, and out[t] itself where it `adds`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
@@ -228,9 +256,17 @@ def _results(found: _Sorted, piece: int, x: Tensor, w_in: Tensor, w_out: Tensor,
 
 
 def experts_grad(
-    g: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: str, total: int,
-    e_start: int = 0, train: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    g: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: str,
+    total: int,
+    e_start: int = 0,
+    train: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As `kernels.expert_kernels.experts_grad`."""
     g, x, ids, weights, w_in, w_out = map(row_major, (g, x, ids, weights, w_in, w_out))
     found = _sorted(ids, w_in.shape[0], total, e_start)

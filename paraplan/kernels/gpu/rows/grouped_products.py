@@ -36,8 +36,9 @@ def _group_of(tile, ends, groups, tile_m: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _product(a, b, out, ends, groups, k, n, pitch, bs, tile_m: tl.constexpr, tile_n: tl.constexpr,
-             tile_k: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _product(
+    a, b, out, ends, groups, k, n, pitch, bs, tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr
+):  # type: ignore[no-untyped-def]
     group, row, stop = _group_of(tl.program_id(0), ends, groups, tile_m)
     if group >= 0:
         m = (row + tl.arange(0, tile_m)).to(tl.int64)
@@ -56,8 +57,7 @@ def _product(a, b, out, ends, groups, k, n, pitch, bs, tile_m: tl.constexpr, til
 
 
 @triton.jit
-def _outer(a, b, out, ends, m, n, a_pitch, b_pitch, tile_m: tl.constexpr, tile_n: tl.constexpr,
-           tile_k: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _outer(a, b, out, ends, m, n, a_pitch, b_pitch, tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr):  # type: ignore[no-untyped-def]
     group = tl.program_id(2)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     stop = tl.load(ends + group)

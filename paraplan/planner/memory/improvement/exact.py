@@ -43,9 +43,13 @@ class Exhausted:
 
 
 def search_states(
-    problem: MemoryProblem, budget_bytes: int, in_order: bool, most_states: int = 60_000,
-    known_s: float = float("inf"), deadline: float = float("inf"),
-) -> Exhausted:  # fmt: skip
+    problem: MemoryProblem,
+    budget_bytes: int,
+    in_order: bool,
+    most_states: int = 60_000,
+    known_s: float = float("inf"),
+    deadline: float = float("inf"),
+) -> Exhausted:
     """The fastest schedule without copies that takes less than `known_s`.
 
     `in_order`: ops are executed for the first time in the given order. It gives up once `most_states` were looked at,

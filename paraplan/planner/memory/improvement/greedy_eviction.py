@@ -138,9 +138,15 @@ def idle_at(profile: Residency, position: int) -> tuple[Ints, Ints, Ints]:
 
 
 def evict(
-    profile: Residency, tensor: int, stage: int, position: int, budget_bytes: int, deep: bool, prices: EvictionPrices,
+    profile: Residency,
+    tensor: int,
+    stage: int,
+    position: int,
+    budget_bytes: int,
+    deep: bool,
+    prices: EvictionPrices,
     most_s: float = np.inf,
-) -> Eviction | None:  # fmt: skip
+) -> Eviction | None:
     """What it takes to make a tensor again in a stage instead of holding it at a position.
 
     `deep`: what is no longer there for that is made again too rather than retained. None above `most_s` seconds.

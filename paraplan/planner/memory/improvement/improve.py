@@ -24,9 +24,14 @@ _SETTLED = 20
 
 
 def improve(
-    best: Residency, budget_bytes: int, rounds: int, deadline: float, enough_s: float = 0.0, seed: int = 0,
+    best: Residency,
+    budget_bytes: int,
+    rounds: int,
+    deadline: float,
+    enough_s: float = 0.0,
+    seed: int = 0,
     seen: list[Residency] | None = None,
-) -> Residency:  # fmt: skip
+) -> Residency:
     """A schedule no worse, after some rounds or where the deadline passes or `enough_s` of reruns are reached.
 
     `seen`: takes every schedule that was found.

@@ -41,9 +41,14 @@ def repeats_inside(arrays: Arrays, instant: int, following: int, budget_bytes: i
 
 
 def add_bursts(
-    builder: MilpBuilder, arrays: Arrays, instants: tuple[int, ...], resident: Ints, again: Ints, budget_bytes: int,
+    builder: MilpBuilder,
+    arrays: Arrays,
+    instants: tuple[int, ...],
+    resident: Ints,
+    again: Ints,
+    budget_bytes: int,
     every: bool,
-) -> Ints:  # fmt: skip
+) -> Ints:
     """Adds the rows; [instant, tensor] the columns `stays`, -1 where there is none of its own."""
     stays = np.full(resident.shape, -1, np.int64)
     large = arrays.working - arrays.base >= _LARGE * (budget_bytes - arrays.base)
@@ -66,9 +71,16 @@ class _Segment:
     """From one instant to the next."""
 
     def __init__(
-        self, builder: MilpBuilder, arrays: Arrays, instants: tuple[int, ...], k: int, resident: Ints, again: Ints,
-        budget_bytes: int, every: bool,
-    ) -> None:  # fmt: skip
+        self,
+        builder: MilpBuilder,
+        arrays: Arrays,
+        instants: tuple[int, ...],
+        k: int,
+        resident: Ints,
+        again: Ints,
+        budget_bytes: int,
+        every: bool,
+    ) -> None:
         self.builder, self.arrays, self.budget = builder, arrays, budget_bytes
         self.instant, self.last = instants[k], k + 1 == len(instants)
         self.following = arrays.num_ops if self.last else instants[k + 1]

@@ -133,9 +133,15 @@ def _wanted(arrays: Arrays, instant: int, free: Bools, closing: Bools, deep: int
 
 
 def build_relaxation(
-    arrays: Arrays, instants: tuple[int, ...], budget_bytes: int, tiers: tuple[Tier, ...] = (), rerun: bool = True,
-    integral: bool = False, every: bool = False, near: bool = True,
-) -> Relaxation:  # fmt: skip
+    arrays: Arrays,
+    instants: tuple[int, ...],
+    budget_bytes: int,
+    tiers: tuple[Tier, ...] = (),
+    rerun: bool = True,
+    integral: bool = False,
+    every: bool = False,
+    near: bool = True,
+) -> Relaxation:
     """The program for some instants (ascending, each once).
 
     `rerun`: whether anything may be made again; `integral`: with no continuous column, for solvers that want none, and
@@ -221,7 +227,7 @@ class _Rows:
 
     def __init__(
         self, arrays: Arrays, builder: MilpBuilder, resident: Ints, again: Ints, back: Ints, tiny: Bools, closed: Bools
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.arrays, self.builder, self.resident, self.again, self.back = arrays, builder, resident, again, back
         self.tiny, self.closed = tiny, closed
 
@@ -260,6 +266,9 @@ class _Rows:
             columns.append(column[there])
             coefficients.append(np.full(len(there), coefficient))
         self.builder.add_rows(
-            len(tensors), np.concatenate(rows), np.concatenate(columns), np.concatenate(coefficients),
+            len(tensors),
+            np.concatenate(rows),
+            np.concatenate(columns),
+            np.concatenate(coefficients),
             lower=0.0 if other is not None else 1.0,
-        )  # fmt: skip
+        )

@@ -30,9 +30,14 @@ _SMALL = 1e-3
 
 
 def add_copies(
-    builder: MilpBuilder, arrays: Arrays, instants: tuple[int, ...], again: Ints, resident: Ints,
-    tiers: tuple[Tier, ...], budget_bytes: int,
-) -> Ints:  # fmt: skip
+    builder: MilpBuilder,
+    arrays: Arrays,
+    instants: tuple[int, ...],
+    again: Ints,
+    resident: Ints,
+    tiers: tuple[Tier, ...],
+    budget_bytes: int,
+) -> Ints:
     """Adds columns and rows; returns the columns of `back`, [instant, tensor]."""
     out_s, back_s = _seconds(arrays, tiers)
     unit = float(arrays.time_s.sum()) or 1.0
@@ -82,8 +87,13 @@ def _ordered(builder: MilpBuilder, less: Ints, more: Ints) -> None:
     at = np.flatnonzero((less >= 0) & (more >= 0))
     row = np.arange(len(at))
     if len(at):
-        builder.add_rows(len(at), np.concatenate([row, row]), np.concatenate([more[at], less[at]]),
-                         np.repeat([1.0, -1.0], len(at)), lower=0.0)  # fmt: skip
+        builder.add_rows(
+            len(at),
+            np.concatenate([row, row]),
+            np.concatenate([more[at], less[at]]),
+            np.repeat([1.0, -1.0], len(at)),
+            lower=0.0,
+        )
 
 
 class _Clock:
@@ -107,5 +117,6 @@ class _Clock:
         waits = np.arange(self.waits + since + 1, self.waits + until + 1)
         self.builder.add_row(
             np.concatenate([columns, *runs, waits]),
-            np.concatenate([seconds, *times, np.full(len(waits), -1.0)]), upper=float(end - begin),
-        )  # fmt: skip
+            np.concatenate([seconds, *times, np.full(len(waits), -1.0)]),
+            upper=float(end - begin),
+        )

@@ -72,10 +72,13 @@ class _Dispatch:
         self.link_s: dict[tuple[int, int], float] = {}
         self.heap = [(0.0, position) for position in range(size)]
         stage_bytes = [
-            {shop.actions[queue[0]].stage: shop.before_bytes[queue[0]]
-             for queue in own if shop.actions[queue[0]].kind is ActionKind.F}
+            {
+                shop.actions[queue[0]].stage: shop.before_bytes[queue[0]]
+                for queue in own
+                if shop.actions[queue[0]].kind is ActionKind.F
+            }
             for own in shop.queues
-        ]  # fmt: skip
+        ]
         self.reserve = [
             {stage: sum(size for later, size in own.items() if later > stage) for stage in own} for own in stage_bytes
         ]

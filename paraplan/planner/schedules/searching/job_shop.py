@@ -190,18 +190,26 @@ def build_shop(problem: PipelineProblem, placed: StagePositions, split: bool) ->
             found.append(Precedence(number[at(stage + step, kind, micro)], seconds if link else 0.0, link))
         needs.append(tuple(found))
         before.append(costs.activation_bytes if action.kind is F else 0)
-        after.append({
-            F: 0, B: -costs.activation_bytes, I: costs.weight_grad_bytes - costs.activation_bytes,
-            W: -costs.weight_grad_bytes,
-        }[action.kind])  # fmt: skip
+        after.append(
+            {
+                F: 0,
+                B: -costs.activation_bytes,
+                I: costs.weight_grad_bytes - costs.activation_bytes,
+                W: -costs.weight_grad_bytes,
+            }[action.kind]
+        )
     queues: list[dict[tuple[int, ActionKind], list[int]]] = [{} for _ in range(problem.num_positions)]
     for op, action in enumerate(actions):
         queues[position[op]].setdefault((action.stage, action.kind), []).append(op)
     held = [{stage for stage, _ in own} for own in queues]
     return Shop(
-        actions=tuple(actions), position=position, needs=tuple(needs), before_bytes=tuple(before),
-        seconds=tuple(stages[action.stage].seconds(action.kind) for action in actions), after_bytes=tuple(after),
+        actions=tuple(actions),
+        position=position,
+        needs=tuple(needs),
+        before_bytes=tuple(before),
+        seconds=tuple(stages[action.stage].seconds(action.kind) for action in actions),
+        after_bytes=tuple(after),
         queues=tuple(tuple(map(tuple, own.values())) for own in queues),
         start_bytes=tuple(sum(stages[stage].fixed_bytes for stage in own) for own in held),
         limit_bytes=problem.memory_bytes or None,
-    )  # fmt: skip
+    )

@@ -127,11 +127,17 @@ def search(problem: PipelineProblem, effort: Effort | None = None, time_limit_s:
     bound_s = min(evaluation.step_s, *(case.bound_s for case in cases))
     names = sorted({case.placed.name for case in cases})
     return Searched(
-        orders=orders, num_replicas=len(best.placed.position), found_by=found_by, evaluation=evaluation,
-        placement=f"{best.placed.name}, backwards {'split' if best.split else 'whole'}", bound_s=bound_s,
-        bound_scope=f"stages {' or '.join(names)}; {least.bound_by}", gap=1 - bound_s / max(evaluation.step_s, 1e-300),
-        status="feasible" if open_cases else "optimal", solve_s=time.perf_counter() - started,
-    )  # fmt: skip
+        orders=orders,
+        num_replicas=len(best.placed.position),
+        found_by=found_by,
+        evaluation=evaluation,
+        placement=f"{best.placed.name}, backwards {'split' if best.split else 'whole'}",
+        bound_s=bound_s,
+        bound_scope=f"stages {' or '.join(names)}; {least.bound_by}",
+        gap=1 - bound_s / max(evaluation.step_s, 1e-300),
+        status="feasible" if open_cases else "optimal",
+        solve_s=time.perf_counter() - started,
+    )
 
 
 def _cases(problem: PipelineProblem) -> list[_Case]:

@@ -53,9 +53,14 @@ class Branching:
     """
 
     def __init__(
-        self, network: Network, weights: Floats, stop: float, offer: Callable[[Sequence[int] | None], float],
-        milp: Callable[[Sequence[Ints]], float], gap: float,
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        weights: Floats,
+        stop: float,
+        offer: Callable[[Sequence[int] | None], float],
+        milp: Callable[[Sequence[Ints]], float],
+        gap: float,
+    ) -> None:
         self.network, self.weights, self.stop, self.gap = network, weights, stop, gap
         self.offer, self.milp = offer, milp
 

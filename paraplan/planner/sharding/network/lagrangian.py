@@ -86,9 +86,14 @@ def scalarised(network: Network, weights: Floats, multipliers: Floats) -> tuple[
 
 
 def evaluate(
-    network: Network, weights: Floats, multipliers: Floats, stop: float, warm: MessagePassing | None = None,
-    gap: float = TIGHT, enough: float = np.inf,
-) -> Point:  # fmt: skip
+    network: Network,
+    weights: Floats,
+    multipliers: Floats,
+    stop: float,
+    warm: MessagePassing | None = None,
+    gap: float = TIGHT,
+    enough: float = np.inf,
+) -> Point:
     """q and the choices that attain it, as near as the messages get.
 
     Args:

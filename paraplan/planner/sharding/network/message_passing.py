@@ -179,8 +179,9 @@ class _Factor:
         if self._asked is not None:
             return self._marginal_over_sets(self._asked, place, m)
         mine = next((part for part in self.parts if place - 1 in part), None)
-        rest = sum((_over_groupings(self._share, [m[1 + r] for r in part]) for part in self.parts if part is not mine),
-                   -m[0])  # fmt: skip
+        rest = sum(
+            (_over_groupings(self._share, [m[1 + r] for r in part]) for part in self.parts if part is not mine), -m[0]
+        )
         if mine is None:
             return rest
         return _over_groupings(self._share, [m[1 + r] for r in mine], mine.index(place - 1), rest)

@@ -1,0 +1,81 @@
+"""What constraints leave open of a pipeline, as it is first tried: microbatches, stages and the schedule."""
+
+from __future__ import annotations
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.execution.schedule import Schedule
+from paraplan.ir.machine.mesh import Shard
+from paraplan.ir.model.program import Program
+from paraplan.lowering.steps.whole_batch import takes_turns
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.schedule_problem import Orders
+from paraplan.rules.time_axis import program_micro, smallest_divisor, splittable
+
+
+def usual_schedule(program: Program, constraints: Constraints) -> str:
+    """1f1b, or gpipe where a loss reads all microbatches."""
+    m = constraints.microbatches or smallest_divisor(program.batch_size)
+    return "gpipe" if splittable(program, m) and program_micro(program, m).has_tail else "1f1b"
+
+
+def check_turns(program: Program, m: int, name: str, schedule: Schedule, num_stages: int) -> None:
+    """Whether a schedule runs what reads all microbatches: a loss after all forwards, a buffer in one group."""
+    micro = program_micro(program, m)
+    if micro.has_tail and not takes_turns(schedule, num_stages - 1):
+        raise ConstraintError(
+            f"schedule {name}: {micro.mixes} reads the whole batch, so that the last stage has to run all {m} forwards "
+            "before its first backward; use schedule gpipe, or one microbatch"
+        )
+    rows = [name for name, value in program.buffer_updates.items() if isinstance(micro.values[value], Shard)]
+    alone, why = rows, "has a row per sample"
+    if program.apart > 1:
+        alone, why = [*program.buffer_updates], "is written once a microbatch, in their order"
+    if alone and schedule.num_replicas > 1:
+        raise ConstraintError(
+            f"schedule {name}: buffer {alone[0]!r} {why}, and several groups of ranks share the microbatches out; use "
+            "schedule gpipe or 1f1b"
+        )
+
+
+def first_microbatches(
+    program: Program, constraints: Constraints, name: str, positions: int, each: int
+) -> tuple[int, Orders]:
+    """How many microbatches, and their orders: the pinned count, or the first of 4, 2 and 1 times the positions, and of
+    fewer, that the batch divides into (over pinned data-parallel ranks too) and the schedule takes.
+
+    Raises:
+        ConstraintError: the schedule takes none, or `each` stages a position.
+    """
+    if constraints.microbatches is not None:
+        return constraints.microbatches, named_orders(name, positions, constraints.microbatches, each)
+    fault = ConstraintError(f"dp={constraints.dp} does not divide a batch of {program.batch_size}; use a divisor of it")
+    rows, left = divmod(program.batch_size, constraints.dp or 1)
+    for count in dict.fromkeys((4 * positions, 2 * positions, *range(positions, 0, -1))) if not left else ():
+        if rows % count == 0 and splittable(program, count):
+            try:
+                return count, named_orders(name, positions, count, each)
+            except ConstraintError as refused:
+                fault = refused
+    raise fault
+
+
+def count_stages(constraints: Constraints, positions: int, name: str, segments: int) -> int:
+    each = NAMED[name].stages if name in NAMED else 1
+    count = len(constraints.stages) if constraints.stages else positions * each
+    if count % positions:
+        raise ConstraintError(f"{count} stages cannot lie on pp={positions} positions; give a multiple of {positions}")
+    if count > segments:
+        raise ConstraintError(
+            f"{count} stages (schedule={name}, pp={positions}) are more than the model's {segments} segments; use fewer"
+        )
+    for index, (first, stop) in enumerate(constraints.stages or ()):
+        before = constraints.stages[index - 1][1] if index and constraints.stages else 0
+        if first != before or stop <= first or stop > segments:
+            raise ConstraintError(
+                f"stages: stage {index} is {first}:{stop}; it starts at {before}, holds one segment at least, and the "
+                f"model has {segments}"
+            )
+    if constraints.stages and constraints.stages[-1][1] != segments:
+        raise ConstraintError(f"stages end at segment {constraints.stages[-1][1]}, the model has {segments}")
+    return count
