@@ -218,8 +218,8 @@ class Constraints(Options, frozen=True, kw_only=True):
         MEMORY, keyword="reserve", metavar="SIZE", parse=parse_bytes, convert=parse_bytes,
     )] = None  # fmt: skip
     recompute: Annotated[str | None, Option(
-        "Activations of layers made again: none, selective, cheap, alternate, full or full-early-stop; chosen if "
-        "not given.",
+        "Activations of layers made again: none, selective (attention), cheap (all but products), alternate (and "
+        "every second product with a weight), full or full-early-stop; chosen if not given.",
         "one of `planner.constraints.PRESETS`: which activations of a layer are made again; None: what pays where "
         "memory is short.",
         MEMORY, check=one_of(*PRESETS, beside=", or nothing for the planner's choice"),

@@ -189,7 +189,7 @@ def _reserved_facts(plan: Plan) -> tuple[Fact, ...]:
     short = "" if left >= sum(each.nbytes for each in others) else "; less than that"
     return (
         *((("reserved", f"{show_bytes(reserved)} by torch's caching allocator{beyond}"),) if reserved else ()),
-        *((("left free", f"{show_bytes(max(left, 0))}: {who}{short}"),) if who else ()),
+        *((("left free", f"{show_bytes(max(left, 0))}, of which {who}{short}"),) if who else ()),
     )
 
 

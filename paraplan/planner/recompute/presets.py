@@ -8,7 +8,7 @@ counts as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 import msgspec
@@ -48,8 +48,9 @@ def _full_early_stop(kind: SegmentKind) -> Fates:
 
 
 def _selective(kind: SegmentKind) -> Fates:
-    """Attention from its heads' queries, keys and values on."""
+    """Attention from its heads' queries, keys and values on, with biases and masks that are made for it alone."""
     inside = set(_attention_core(kind))
+    inside.update(_without_gradient(kind, inside))
     ops, readers = kind.graph.ops, users(kind.graph)
     ends = {
         out
@@ -88,6 +89,25 @@ def _attention_core(kind: SegmentKind) -> list[int]:
         if leads or index in products:
             before.update(op.tensors)
     return sorted(found)
+
+
+def _without_gradient(kind: SegmentKind, core: Set[int]) -> set[int]:
+    """Ops that lead to a core from parameters, buffers and other inputs without gradient: its biases and masks."""
+    ops = kind.graph.ops
+    given = {name for name, grad in zip(kind.inputs, kind.input_grads, strict=True) if grad is None}
+    given.update(kind.params)
+    free = set[int]()
+    for index, op in enumerate(ops):
+        if op.phase is Phase.FORWARD and index not in core and given.issuperset(op.tensors):
+            free.add(index)
+            given.update(out for out in op.outs if out)
+    wanted = {name for index in core for name in ops[index].tensors}
+    found = set[int]()
+    for index in sorted(free, reverse=True):
+        if not wanted.isdisjoint(filter(None, ops[index].outs)) and ops[index].target not in _LINEARS:
+            found.add(index)
+            wanted.update(ops[index].tensors)
+    return found
 
 
 def _is_product(target: str) -> bool:
