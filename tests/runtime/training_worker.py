@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.replaying import NotedGraphs
 from paraplan.api import Buckets, Plan, compile
@@ -24,7 +23,7 @@ from paraplan.planner.sampling import random_plan
 from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport.launch import init_distributed, leave_job
-from runtime import test_evaluate, test_ragged
+from tests.runtime import test_evaluate, test_ragged
 
 SEEDS = (1, 4)
 
