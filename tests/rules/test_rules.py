@@ -12,27 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-from paraplan.capture.reference import run_op
-from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.ir.machine import reshard
-from paraplan.ir.machine.mesh import P, Partial, R, local_shape, padded_dims
-from paraplan.ir.model.graph import Graph, Op
-from paraplan.ir.model.tensor import TensorSpec
-from paraplan.lowering.blocks.emit import BlockEmitter
+from paraplan.ir.machine.mesh import P, Partial, padded_dims
 from paraplan.lowering.blocks.forward import extend
 from paraplan.rules import known_targets
-from paraplan.rules.strategies import AxisChoice, Strategy, axis_choices, dims_of, op_strategies, strategy_named
-from tests.lowering.lockstep import (
-    assert_close,
-    everywhere,
-    gather,
-    local_strides,
-    placed,
-    run_block,
-    scatter,
-)
+from paraplan.rules.strategies import Strategy, axis_choices, dims_of, op_strategies, strategy_named
+from tests.rules.examples import Example, whole_first
 
 from .cases import Case, all_cases
 from .cases_float8 import float8_cases
@@ -80,92 +66,6 @@ def test_differentiable_ops_have_rules_for_their_gradients() -> None:
         assert f"aten.{name}_backward.default" in known, name
 
 
-class Example:
-    """A case as a one-op graph, with its unsharded results."""
-
-    def __init__(self, target: str, case: Case) -> None:
-        results = self._run(target, case)
-        self.inputs = case.inputs
-        self.outs = tuple(None if value is None else f"out{i}" for i, value in enumerate(results))
-        self.wanted = {f"out{i}": value for i, value in enumerate(results) if value is not None}
-        self.op = Op(target=target, args=case.args, kwargs=case.kwargs, outs=self.outs)
-        values = {name: _spec(value) for name, value in (case.inputs | self.wanted).items()}
-        self.graph = Graph(inputs=tuple(case.inputs), outputs=self.outs, values=values, ops=(self.op,))
-
-    @staticmethod
-    def _run(target: str, case: Case) -> list[Tensor | None]:
-        names = tuple(f"o{i}" for i in range(4))
-        env = {name: value.clone() for name, value in case.inputs.items()}
-        run_op(Op(target=target, args=case.args, kwargs=case.kwargs, outs=names), env)
-        found = [env.get(name) for name in names]
-        while found and found[-1] is None and target != "paraplan.attention_grad":
-            found.pop()
-        masks = case.args[-1] if target in ("paraplan.layer_norm_grad", "paraplan.rms_norm_grad") else ()
-        wanted = len(masks) if isinstance(masks, tuple) and masks else len(found)
-        return (found + [None] * wanted)[:wanted]
-
-    def strategies(self, mesh: tuple[int, ...]) -> tuple[Strategy, ...]:
-        return op_strategies(self.op, self.graph.values, mesh)
-
-    def check(
-        self,
-        strategy: Strategy,
-        mesh: tuple[int, ...],
-        m: int = 1,
-        orders: dict[str, tuple[int, ...]] | None = None,
-        strict: bool = True,
-    ) -> None:
-        """Run it on the extended mesh (m, *mesh) and compare."""
-        extended = (m, *mesh)
-        emitter = BlockEmitter("block", extended, BlockRole.FORWARD)
-        strides, homes = {}, {}
-        for name, layout in zip(self.op.tensors, strategy.inputs, strict=True):
-            if name not in homes:
-                homes[name] = layout
-                strides[name] = local_strides(
-                    local_shape(self.graph.values[name].shape, layout, extended), (orders or {}).get(name)
-                )
-                emitter.give(name, self.graph.values[name], layout, strides[name])
-        emitter.op(self.op, self.graph, strategy, 0)
-        locals_ = {
-            out: emitter.get(out, layout)
-            for out, layout in zip(self.op.outs, strategy.outputs, strict=True)
-            if out is not None and layout is not None
-        }
-        block = emitter.finish(tuple(locals_.values()), ())
-        pieces = {name: scatter(self.inputs[name], homes[name], extended, seed=i) for i, name in enumerate(homes)}
-        found: dict[str, dict[tuple[int, ...], Tensor]] = {out: {} for out in locals_}
-        for micro in range(m):
-            given = {
-                coords: {name: placed(pieces[name][micro, *coords], strides[name]) for name in block.inputs}
-                for coords in everywhere(mesh)
-            }
-            for coords, env in run_block(block, given, mesh, micro, strict).items():
-                for out, local in locals_.items():
-                    found[out][micro, *coords] = env[local]
-        for out, layout in zip(self.op.outs, strategy.outputs, strict=True):
-            if out is not None:
-                assert layout is not None
-                # a sum of float32 addends is rounded
-                tolerance = 1e-5 if any(spec.dtype == "float32" for spec in self.graph.values.values()) else 1e-12
-                assert_close(
-                    gather(found[out], layout, extended, tuple(self.wanted[out].shape)),
-                    self.wanted[out],
-                    f"{self.op.target} {strategy.key} on {extended}",
-                    tolerance,
-                )
-
-
-def _spec(value: Tensor) -> TensorSpec:
-    return TensorSpec(str(value.dtype).removeprefix("torch."), tuple(value.shape))
-
-
-def _whole_first(strategy: Strategy) -> Strategy:
-    """On a mesh extended by one microbatch."""
-    outs = tuple(None if out is None else R for out in strategy.outputs)
-    return extend(strategy, AxisChoice("-", (R,) * len(strategy.inputs), outs))
-
-
 def _sample(strategies: tuple[Strategy, ...], most: int = MOST) -> list[Strategy]:
     if len(strategies) <= most:
         return list(strategies)
@@ -181,7 +81,7 @@ def test_sharded_equals_whole(target: str, number: int) -> None:
         assert len({s.key for s in strategies}) == len(strategies)
         chosen = strategies if len(mesh) == 1 else _sample(strategies, MOST if mesh == (2, 2) else 12)
         for strategy in chosen:
-            example.check(_whole_first(strategy), mesh, strict=True)
+            example.check(whole_first(strategy), mesh, strict=True)
 
 
 @pytest.mark.parametrize(("target", "number"), ALL)
@@ -223,7 +123,7 @@ def test_strides_in_other_memory_orders(target: str, number: int) -> None:
         trials.append(dict.fromkeys(ranks, (0, 2, 3, 1)))  # channels last
     for orders in trials:
         for strategy in strategies:
-            example.check(_whole_first(strategy), (2,), orders=orders)
+            example.check(whole_first(strategy), (2,), orders=orders)
 
 
 @pytest.fixture
@@ -246,7 +146,7 @@ def test_uneven_shards_equal_whole(target: str, number: int, any_padding: None) 
         if len(mesh) == 1:
             assert {a for a in dims.uneven if 1 < dims.sizes[a] and dims.sizes[a] % mesh[0]} <= letters
         for strategy in _sample(tuple(padded), 40 if len(mesh) == 1 else 12):
-            example.check(_whole_first(strategy), mesh)
+            example.check(whole_first(strategy), mesh)
 
 
 def _padding(example: Example, strategy: Strategy, shapes: dict[str, tuple[int, ...]], mesh: tuple[int, ...]) -> bool:

@@ -16,7 +16,7 @@ from paraplan.capture.precision import default_dtype
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport.launch import init_distributed, leave_job
 from tests.against_eager import doubled
-from tests.whole.test_complex import Fourier, fields
+from tests.whole.complex_models import Fourier, fields
 
 PINS = {"zero3": {"dp": 2, "zero": 3, "offload_states": "host"}, "tp": {"tp": 2}, "pp": {"pp": 2}}
 

@@ -26,8 +26,8 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
-from tests.whole.test_offload import Case, case, kept, trained_as_one_device
-from tests.whole.test_offload_states import squares
+from tests.whole.offloaded_states import squares
+from tests.whole.offloaded_values import Case, case, kept, trained_as_one_device
 
 
 def away(plan: Plan, tier: str, recompute: bool = False) -> Plan:

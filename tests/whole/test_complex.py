@@ -15,20 +15,7 @@ from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
 from paraplan.runtime.transport.launch import spawn_local
 from tests.against_eager import assert_trains_as_eager
-
-
-class Fourier(nn.Module):
-    """A layer of a Fourier neural operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift, self.head = nn.Linear(2, 8), nn.Linear(8, 1)
-        self.weight = nn.Parameter(0.1 * torch.randn(8, 8, 4, 3, dtype=torch.cfloat))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.lift(x).permute(0, 3, 1, 2)
-        found = torch.einsum("bixy,ioxy->boxy", torch.fft.rfft2(h)[:, :, :4, :3], self.weight)
-        return F.mse_loss(self.head((h + torch.fft.irfft2(found, s=(8, 8))).permute(0, 2, 3, 1)), y)
+from tests.whole.complex_models import Fourier, fields, rows
 
 
 class Layers(nn.Module):
@@ -101,14 +88,6 @@ class Averaged(nn.Module):
         with torch.no_grad():
             self.mean.mul_(0.9).add_(0.1 * found.mean(0))
         return F.mse_loss(self.head(found.abs()), y)
-
-
-def rows(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
-
-
-def fields() -> dict[str, Tensor]:
-    return {"x": rows(4, 8, 8, 2), "y": rows(4, 8, 8, 1)}
 
 
 CASES = {

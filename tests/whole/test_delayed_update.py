@@ -36,7 +36,7 @@ from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport.distributed import DistributedTransport
 from tests.numerics import relative_error
-from tests.whole.test_offload_states import captured, job, moved, planned, squares, updated_at
+from tests.whole.offloaded_states import captured, job, moved, planned, squares, updated_at
 
 STEPS = 6
 

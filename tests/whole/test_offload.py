@@ -3,64 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 
 import msgspec
 import pytest
-import torch
-from torch import Tensor, nn
 
-from benchmarks.zoo import build
-from paraplan.capture import capture
-from paraplan.capture.reference import run_step
-from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.rank_program import Instr, InstrKind, RankProgram, StepKind
-from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.graph import refs
-from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.plan import Plan
 from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.lowering.verification.verify_plan import verify_plan
-from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints
-from paraplan.planner.search import search
-from paraplan.runtime.in_process import InProcessTrainer
-from tests.numerics import relative_error
+from tests.whole.offloaded_values import PINS, case, kept, trained_as_one_device
 
 FATES = {"host": ("host",), "disk": ("disk",), "mixed": ("host", "disk", "", RECOMPUTE, "host")}
-PINS = {"tp": Constraints(tp=2), "zero3": Constraints(dp=2, zero=3, microbatches=2)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model captured in float64, and its step on one device."""
-
-    model: nn.Module
-    program: Program
-    batch: dict[str, Tensor]
-    loss: Tensor
-    grads: dict[str, Tensor]
-
-
-@cache
-def case(name: str) -> Case:
-    small = build(name, 0.1 if name == "gpt2" else 0.0)
-    program = capture(small.model, small.batch, precision="fp64")
-    tensors = dict(small.model.named_parameters(remove_duplicate=False))
-    params = {key: tensors[key].detach() for key in program.params}
-    loss, grads, _ = run_step(program, params, dict(small.model.named_buffers()), small.batch, 0)
-    return Case(small.model, program, small.batch, loss, grads)
-
-
-@cache
-def kept(name: str, pin: str) -> Plan:
-    job = Job(case(name).program, ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display=name), {})
-    return search(job, PINS[pin], certify=False).plan
 
 
 def pinned(plan: Plan, fates: tuple[str, ...]) -> Plan:
@@ -80,18 +37,6 @@ def copies(program: RankProgram) -> list[tuple[str, str]]:
     """(what, tier) of every copy, in the order they are issued."""
     blocks = [program.blocks[step.block] for step in program.steps if step.kind is StepKind.CALL]
     return [(instr.target, instr.tier) for block in blocks for instr in block.instrs if instr.kind is InstrKind.COPY]
-
-
-def trained_as_one_device(plan: Plan, programs: Sequence[RankProgram], given: Case) -> InProcessTrainer:
-    """Two steps with updates between; loss and gradients of the first equal one device's."""
-    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], given.model)
-    for _ in range(2):
-        loss = trainer.step(given.batch)
-        if not trainer.optimizers:
-            assert float(abs(loss - given.loss) / abs(given.loss)) <= 1e-9
-            assert relative_error(trainer.grads(), given.grads) <= 1e-9
-        trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
-    return trainer
 
 
 @pytest.mark.parametrize("fates", FATES)

@@ -37,14 +37,9 @@ from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.tier_copies import Copier
 from tests.numerics import relative_error
-from tests.whole.test_offload_states import captured, job, planned, single, squares, trained
+from tests.whole.offloaded_states import captured, in_runs, job, planned, single, squares, trained
 
 STAGED = ["disk", "disk-all-grads", "disk-fetched-grads", "disk-all-fetched", "fetched-grads", "all-fetched"]
-
-
-def in_runs(plan: Plan, most_bytes: int = 2048) -> Plan:
-    """The plan with small bundles, so that states come in many runs."""
-    return msgspec.structs.replace(plan, bundle_bytes=most_bytes)
 
 
 def as_predicted(plan: Plan, programs: tuple[RankProgram, ...], trainer: InProcessTrainer) -> None:

@@ -31,9 +31,7 @@ from paraplan.runtime.transport.disk_store import Region
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.tier_copies import Copier
 from tests.numerics import relative_error
-from tests.planner.passes.test_state_placement import with_host
-from tests.whole.test_offload_states import captured, job, planned, squares
-from tests.whole.test_staged_states import in_runs
+from tests.whole.offloaded_states import captured, in_runs, job, planned, squares, with_host
 
 Pair = tuple[Trainer, torch.optim.Optimizer]
 

@@ -22,7 +22,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.rules.dims import OpDims
 from paraplan.rules.strategies import dims_of
 from tests.rules.cases import all_cases, pointwise_cases
-from tests.rules.test_rules import Example, _whole_first
+from tests.rules.examples import Example, whole_first
 
 torch.set_num_threads(1)
 SPACE = "paraplan_discover_test"
@@ -61,7 +61,7 @@ def test_every_letter_found_is_legal(target: str) -> None:
         for mesh in ((2,), (4,)):
             for strategy in found.strategies(mesh):
                 # how a shared result lies is not foretold, it is copied at once
-                found.check(_whole_first(strategy), mesh, strict=ALIAS not in rule.lies)
+                found.check(whole_first(strategy), mesh, strict=ALIAS not in rule.lies)
 
 
 def ways(dims: OpDims | OpRule, shapes: tuple[tuple[int, ...], ...]) -> set[tuple[object, ...]]:

@@ -28,7 +28,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
-from tests.lowering.test_ordered import ordered, random_schedule, with_copies
+from tests.lowering.memory_orders import ordered, random_schedule, with_copies
 from tests.runtime.pipelines import cut, pipeline_of
 
 

@@ -31,7 +31,7 @@ from paraplan.planner.passes.state_placement import choose_places, with_places
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
-from tests.whole.test_offload_states import captured, job, squares, updated_at
+from tests.whole.offloaded_states import captured, job, squares, updated_at, with_host
 
 SIZES = ((96, 128), (128, 64), (64, 8))
 
@@ -167,12 +167,6 @@ def test_a_search_from_any_assignment_ends_near_the_best() -> None:
         start = with_places(kept(), dict.fromkeys(kept().stages[0].params, place))
         found = choose_places(start, [each for each in PLACEMENTS.values() if may_be(each, ("host",))], price)
         assert price(found)[1] <= 0 and price(found)[0] <= best * 1.02
-
-
-def with_host(given: Job, nbytes: int) -> Job:
-    (group,) = given.cluster.groups
-    group = msgspec.structs.replace(group, host_memory_bytes=nbytes)
-    return replace(given, cluster=msgspec.structs.replace(given.cluster, groups=(group,)))
 
 
 @pytest.mark.parametrize(("share", "room"), [(0.1, 0.6), (0.3, 0.6), (0.3, 0.8), (0.5, 0.5)])

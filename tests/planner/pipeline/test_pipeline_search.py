@@ -30,7 +30,7 @@ from paraplan.planner.schedules.named import named_schedule
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.runtime.pipelines import cut, job_of, pipeline_of, run
-from tests.runtime.test_pipelines import batch, one_stage, program, web
+from tests.runtime.web import batch, one_stage, program, web
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])

@@ -6,15 +6,14 @@ import pytest
 
 from paraplan.cost_models.costs import COMPUTE, Costs
 from paraplan.ir.execution.offsets import offset_value, parse_offset
-from paraplan.ir.execution.rank_program import Block, BlockRole, InstrKind
+from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.machine.mesh import R, layout_text, make_mesh
+from paraplan.ir.machine.mesh import layout_text, make_mesh
 from paraplan.ir.model.graph import Graph, Op
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.blocks.forward import extend
 from paraplan.planner.sharding.prices import MeshPrices
-from paraplan.rules.strategies import AxisChoice, Strategy, op_strategies
+from paraplan.rules.strategies import op_strategies
+from tests.rules.expansions.one_op_blocks import lowered, strategy
 
 SHAPE, STATS = (2, 4, 12, 8), (2, 4, 12)
 
@@ -31,22 +30,6 @@ def attention(backward: bool, dtype: str = "float64") -> Graph:
     else:
         op = Op(target="paraplan.attention", args=("%q", "%k", "%v", None, None, *rest), outs=("out", "lse"))
     return Graph(inputs=op.tensors, outputs=op.outs, values=values, ops=(op,))
-
-
-def strategy(graph: Graph, key: str, mesh: tuple[int, ...]) -> Strategy:
-    found = next(s for s in op_strategies(graph.ops[0], graph.values, mesh) if s.key == key)
-    places = tuple(None if out is None else R for out in found.outputs)
-    return extend(found, AxisChoice("-", (R,) * len(found.inputs), places))
-
-
-def lowered(graph: Graph, key: str, mesh: tuple[int, ...]) -> Block:
-    chosen = strategy(graph, key, mesh)
-    emitter = BlockEmitter("block", (1, *mesh), BlockRole.FORWARD)
-    for name, layout in zip(graph.ops[0].tensors, chosen.inputs, strict=True):
-        emitter.give(name, graph.values[name], layout)
-    emitter.op(graph.ops[0], graph, chosen, 0)
-    pairs = zip(graph.ops[0].outs, chosen.outputs, strict=True)
-    return emitter.finish([emitter.get(out, layout) for out, layout in pairs if out is not None and layout], ())
 
 
 def test_an_offset_may_turn() -> None:

@@ -15,8 +15,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.planner.sharding.prices import MeshPrices
 from paraplan.rules.expansions.route import expected_rows
 from paraplan.rules.strategies import op_strategies
-
-from .test_ring import lowered, strategy
+from tests.rules.expansions.one_op_blocks import lowered, strategy
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, WIDTH = 24, 3, 8, 16, 32
 

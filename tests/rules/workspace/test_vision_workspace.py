@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from paraplan.kernels import reference_kernels
-
-from .test_workspace import SLACK_BYTES, measured, predicted
+from tests.rules.workspace.measuring import SLACK_BYTES, measured, predicted
 
 Call = tuple[str, tuple[Any, ...]]
 
