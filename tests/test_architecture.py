@@ -280,6 +280,14 @@ def reads_labels(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Block.kind or Step.phase"
 
 
+def imports_a_test(module: Module) -> Iterator[str]:
+    """What tests share is in a helper beside them, so that one can be read, run and moved without another."""
+    for line, name in module.imports:
+        ours = within(name, "tests") or within(name, "paraplan")  # where a relative name is taken to begin
+        if ours and any(part.startswith("test_") for part in name.split(".")):
+            yield f"{module.path}:{line} imports {name}; move what is shared to a helper beside it"
+
+
 RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     breaks_floors: Module("planner/x.py", "from ..runtime import trainer"),
     imports_torch_where_it_may_not: Module("ir/x.py", "import torch.nn as nn"),
@@ -307,6 +315,27 @@ def test_package_keeps_the_rule(rule: Callable[[Module], Iterator[str]]) -> None
 def test_scripts_stay_short(folder: str, rule: Callable[[Module], Iterator[str]]) -> None:
     breaches = [f"{folder}/{breach}" for module in modules_under(folder) for breach in rule(module)]
     assert not breaches, "\n".join(["", *breaches])
+
+
+def test_no_test_imports_another() -> None:
+    breaches = [f"tests/{breach}" for module in modules_under("tests") for breach in imports_a_test(module)]
+    assert not breaches, "\n".join(["", *breaches])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from tests.runtime.test_x import f",
+        "from .test_x import f",
+        "from . import test_x",
+        "from tests.runtime import test_x",
+        "import tests.runtime.test_x",
+    ],
+)
+def test_an_import_of_a_test_is_seen(source: str) -> None:
+    assert len(list(imports_a_test(Module("runtime/x.py", source)))) == 1
+    helper = source.replace("test_x", "helpers")
+    assert not list(imports_a_test(Module("runtime/x.py", f"import pytest\n{helper}")))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -86,7 +86,7 @@ def plan_of(case: str) -> Plan:
     return search(_job(name, _captured(name, 0.0, precision), devices), constraints, certify=False).plan
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _captured(name: str, dropout: float, precision: str) -> Program:
     small = build(name, dropout)
     batch = {key: x.float() if x.is_floating_point() else x for key, x in small.batch.items()}

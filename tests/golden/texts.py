@@ -29,7 +29,7 @@ def texts_of(plan: Plan) -> dict[str, str]:
     for index, program in enumerate(distinct):
         found[f"rank{index}"] = "\n".join(_program(program))
         found[f"code{index}"] = "\n".join(_code(program))
-    found["prediction"] = "\n".join(_simulation(plan, simulate_plan(plan, programs)))
+    found["prediction"] = "\n".join(_simulation(programs, simulate_plan(plan, programs)))
     for index, program in enumerate(list({id(each): each for each in lower_evaluation(plan)}.values())):
         found[f"evaluation{index}"] = "\n".join(_program(program))
     return found
@@ -111,8 +111,7 @@ def _code(program: RankProgram) -> Iterator[str]:
         yield module.code
 
 
-def _simulation(plan: Plan, simulation: Simulation) -> Iterator[str]:
-    programs = verify_plan(plan)
+def _simulation(programs: Sequence[RankProgram], simulation: Simulation) -> Iterator[str]:
     for index, trace in enumerate(simulation.traces):
         yield f"class {index}: {trace.step_s:.{DIGITS}g} s, {trace.peak_bytes} B, {trace.tier_peak_bytes}"
         for span in trace.spans:

@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
@@ -21,7 +20,7 @@ from paraplan.lowering.blocks.remat import recomputable
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.transport.launch import init_distributed, leave_job
-from runtime import plans
+from tests.runtime import plans
 
 
 def pinned() -> Plan:

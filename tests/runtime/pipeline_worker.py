@@ -17,7 +17,7 @@ from paraplan.jobs.checking.check import max_error
 from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport.launch import init_distributed, leave_job
-from tests.runtime.test_pipelines import batch, web
+from tests.runtime.web import batch, web
 
 
 def trained(plan: Plan) -> Trainer:

@@ -7,13 +7,11 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
 from paraplan.capture import capture
-from paraplan.codegen import build_modules
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk, entries
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.machine.cluster import ClusterSpec
@@ -21,49 +19,9 @@ from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.lowering import lower, lower_evaluation
-from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.in_process import InProcessTrainer
-
-
-class Net(nn.Module):
-    """Returns a nested thing: its loss, an inner value, and what only an evaluation computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head, self.probe = nn.Linear(8, 6), nn.Linear(8, 3)
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, object]:
-        hidden = []
-        for layer in self.layers:
-            x = x + self.drop(F.gelu(layer(x)))
-            hidden.append(x)
-        logits = self.head(x)
-        return {
-            "loss": F.cross_entropy(logits, y), "logits": logits, "hidden": tuple(hidden), "text": "no tensor",
-            "best": logits.argmax(-1), "odds": self.drop(logits).softmax(-1), "right": (logits.argmax(-1) == y).sum(),
-            "probe": self.probe(x), "spread": x.std(0),
-        }  # fmt: skip
-
-
-def net() -> Net:
-    torch.manual_seed(3)
-    return Net().double().train()
-
-
-def batch() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    y = torch.randint(0, 6, (8,), generator=generator)
-    y[1] = -100
-    return {"x": torch.randn(8, 8, generator=generator, dtype=torch.float64), "y": y}
-
-
-@functools.cache
-def program() -> Program:
-    return capture(net().float(), {"x": torch.zeros(8, 8), "y": torch.zeros(8, dtype=torch.int64)}, precision="fp64")
+from tests.runtime.dropout_net import Net, batch, net, program, trainer_of
 
 
 @functools.cache
@@ -75,11 +33,6 @@ def gpt2() -> tuple[Small, Program]:
 def plan_of(captured: Program, seed: int, ranks: int = 2) -> Plan:
     job = Job(captured, ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display="net"), {})
     return random_plan(job, seed, max_microbatches=4)
-
-
-def trainer_of(plan: Plan, model: nn.Module) -> InProcessTrainer:
-    programs = verify_plan(plan)
-    return InProcessTrainer(plan, programs, [build_modules(p) for p in programs], model, build=build_modules)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:

@@ -12,7 +12,7 @@ from paraplan.cost_models.predict import predict
 from paraplan.lowering import lower
 from paraplan.runtime.transport.launch import spawn_local
 from tests.runtime.pipelines import cut, pipeline_of
-from tests.runtime.test_pipelines import one_stage, stages_of
+from tests.runtime.web import one_stage, stages_of
 
 WORKER = str(Path(__file__).with_name("pipeline_worker.py"))
 

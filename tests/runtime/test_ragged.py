@@ -21,9 +21,9 @@ from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.runtime.ragged import RowPadding
-
-from .test_evaluate import Net, batch, program, trainer_of
-from .test_evaluate import net as nested
+from tests.runtime.dropout_net import Net, batch, program, steady, trainer_of
+from tests.runtime.dropout_net import net as nested
+from tests.runtime.reader import ids, reader
 
 
 def few(rows: int) -> dict[str, Tensor]:
@@ -33,19 +33,6 @@ def few(rows: int) -> dict[str, Tensor]:
 def plan_of(captured: Program, seed: int) -> Plan:
     job = Job(captured, ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="net"), {})
     return random_plan(job, seed, max_microbatches=4)
-
-
-class Steady(Net):
-    """Without dropout, so that the eager model says the same while training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.0)
-
-
-def steady() -> Net:
-    torch.manual_seed(3)
-    return Steady().double().train()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -90,28 +77,6 @@ def test_a_loss_that_padding_would_change_is_refused() -> None:
     plan = plan_of(program(), 0)
     with pytest.raises(PlanMismatchError, match=r"\(9, 8\), the plan was made for the global batch \(8, 8\)"):
         trainer_of(plan, nested()).step({name: torch.cat([x, x[:1]]) for name, x in batch().items()})
-
-
-class Reader(nn.Module):
-    """A tiny language model, over sequences of any length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        x = x + torch.tanh(self.mix(x.cumsum(1)))
-        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-
-
-def ids(rows: int, length: int) -> dict[str, Tensor]:
-    return {"ids": torch.randint(0, 12, (rows, length), generator=torch.Generator().manual_seed(length))}
-
-
-def reader() -> Reader:
-    torch.manual_seed(0)
-    return Reader().double().train()
 
 
 def test_buckets_share_parameters_and_states() -> None:

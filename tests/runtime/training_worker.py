@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.replaying import NotedGraphs
 from paraplan.api import Buckets, Plan, compile
@@ -24,7 +23,7 @@ from paraplan.planner.sampling import random_plan
 from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport.launch import init_distributed, leave_job
-from runtime import test_evaluate, test_ragged
+from tests.runtime import dropout_net, reader
 
 SEEDS = (1, 4)
 
@@ -32,11 +31,11 @@ SEEDS = (1, 4)
 def meta_net() -> torch.nn.Module:
     """Without dropout, so that eager is the same."""
     with torch.device("meta"):
-        return test_ragged.Steady().train()
+        return dropout_net.Steady().train()
 
 
 def batch(rows: int = 8) -> dict[str, torch.Tensor]:
-    found = test_evaluate.batch()
+    found = dropout_net.batch()
     return {"x": found["x"].half()[:rows], "y": found["y"][:rows]}
 
 
@@ -110,14 +109,14 @@ def resumed(trainer: Trainer, tools: tuple, folder: Path) -> None:  # type: igno
 
 def buckets() -> None:
     """Two sequence lengths, parameters sharded over both ranks."""
-    shapes = [{"example_inputs": test_ragged.ids(4, length)} for length in (6, 10)]
-    made = Buckets.compile(test_ragged.reader(), "local:2", shapes, dp=2, zero=3, precision="fp64")
-    trainer, model = made.executable(test_ragged.reader()), test_ragged.reader()
+    shapes = [{"example_inputs": reader.ids(4, length)} for length in (6, 10)]
+    made = Buckets.compile(reader.reader(), "local:2", shapes, dp=2, zero=3, precision="fp64")
+    trainer, model = made.executable(reader.reader()), reader.reader()
     optimizer, mine = trainer.optimizer(torch.optim.AdamW, lr=1e-2), torch.optim.AdamW(model.parameters(), lr=1e-2)
     for length in (6, 10, 6):
-        wanted = model(**test_ragged.ids(4, length))
+        wanted = model(**reader.ids(4, length))
         wanted.backward()
-        assert torch.allclose(trainer.step(test_ragged.ids(4, length)), wanted.detach(), rtol=1e-10)
+        assert torch.allclose(trainer.step(reader.ids(4, length)), wanted.detach(), rtol=1e-10)
         for each in (optimizer, mine):
             each.step()
             each.zero_grad()
@@ -126,15 +125,15 @@ def buckets() -> None:
 
 
 def single() -> dict[str, torch.Tensor]:
-    return {name: x.float() if name == "x" else x for name, x in test_evaluate.batch().items()}
+    return {name: x.float() if name == "x" else x for name, x in dropout_net.batch().items()}
 
 
 def replayed(level: int) -> None:
     """Steps as graphs, with collectives in them, are the steps bit for bit."""
-    plan = compile(test_ragged.steady().float(), "local:2", example_inputs=single(), dp=2, zero=level, precision="bf16")
+    plan = compile(dropout_net.steady().float(), "local:2", example_inputs=single(), dp=2, zero=level, precision="bf16")
     losses = []
     for graphs in (False, True):
-        trainer = plan.executable(test_ragged.steady().float(), seed=3)
+        trainer = plan.executable(dropout_net.steady().float(), seed=3)
         if graphs:
             trainer.replay(NotedGraphs(("_local_scalar_dense",)))
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)

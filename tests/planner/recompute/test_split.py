@@ -17,7 +17,7 @@ from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.recompute.split import finer
 from paraplan.planner.search import search
 from tests.conftest import Tiny, captured
-from tests.ir.lockstep import run_plan
+from tests.lowering.lockstep import run_plan
 
 
 @pytest.fixture(scope="module")

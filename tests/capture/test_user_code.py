@@ -1,0 +1,234 @@
+"""What users write beside layers: functions of autograd, hooks, random numbers, tensors written over."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paraplan.capture import capture
+from paraplan.capture.reference import run_step
+from paraplan.codegen import build_modules
+from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.errors import CaptureError
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.kernels import reference_kernels
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.sampling import random_plan
+from paraplan.runtime.in_process import InProcessTrainer
+from tests.capture.models import eager, run, worst_error
+from tests.numerics import relative_error
+
+X = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)}
+
+
+class Written(nn.Module):
+    """Two linears around what a test writes between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.between = nn.Linear(8, 8), nn.Linear(8, 8), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(torch.tanh(self.first(x)))).pow(2).mean()
+
+
+def as_eager(between: Callable[[Tensor], Tensor]) -> None:
+    model = Written(between).double()
+    program = capture(model, X, precision="fp64")
+    loss, grads = run(program, model, X)
+    wanted_loss, wanted = eager(model, X, "fp64", None)
+    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-12)
+    assert worst_error(grads, wanted) <= 1e-12
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, whose gradient turns round (Ganin, Lempitsky 2015)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.strength * grad, None
+
+
+class Fired(torch.autograd.Function):
+    """A step with a slope made up, and how far from it; in the new style."""
+
+    @staticmethod
+    def forward(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+        return (x > threshold).to(x.dtype), x - threshold
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: object) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, fired: Tensor, apart: Tensor) -> tuple[Tensor, Tensor]:
+        x, threshold = ctx.saved_tensors
+        grad = fired / (1 + (x - threshold).abs()) ** 2 + apart
+        return grad, -grad.sum(0)
+
+
+class Noisy(torch.autograd.Function):
+    """Draws inside, where nobody can follow."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_functions_of_autograd_keep_their_backward() -> None:
+    as_eager(lambda x: Reversed.apply(x, 0.5) + Reversed.apply(x.sin(), 2.0))
+    as_eager(lambda x: torch.cat(Fired.apply(x, x.mean(0)), -1)[:, 4:12])
+
+
+def test_gradients_nobody_would_see_are_refused() -> None:
+    def hooked(x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: 2 * grad)
+        return x
+
+    with pytest.raises(CaptureError, match=r"test_user_code.*register_hook.*autograd\.Function"):
+        capture(Written(hooked).double(), X, precision="fp64")
+    with pytest.raises(CaptureError, match=r"test_user_code.*random numbers inside"):
+        capture(Written(Noisy.apply).double(), X, precision="fp64")
+    model = Written(torch.sin).double()
+    model.first.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(CaptureError, match=r"first\.weight.*hook"):
+        capture(model, X, precision="fp64")
+    model = Written(torch.sin).double()
+    model.first.weight.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(CaptureError, match=r"first\.weight.*register_post_accumulate_grad_hook"):
+        capture(model, X, precision="fp64")
+    model = Written(torch.sin).double()
+    model.second.register_full_backward_hook(lambda module, into, out: None)
+    with pytest.raises(CaptureError, match="module 'second' has a backward hook"):
+        capture(model, X, precision="fp64")
+
+
+def test_writes_assertions_and_outputs_without_gradient() -> None:
+    def written(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        y[:, :4], y[:, 4:] = x[:, 4:], 2.0 * x[:, :4]
+        y[0] = 1.5
+        return y
+
+    as_eager(written)
+    as_eager(lambda x: x @ torch.linalg.cholesky(x.T @ x + torch.eye(8, dtype=x.dtype)))
+    as_eager(lambda x: x * (x > 0).to(x.dtype) * (x > x.mean()).to(x.dtype))
+    as_eager(lambda x: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(x.sin()), n=8))
+
+
+def draws(x: Tensor) -> Tensor:
+    """Every way to draw that is followed."""
+    noise = torch.randn_like(x) + torch.normal(0.0, torch.full_like(x, 0.5)) + torch.randn(8, dtype=x.dtype)
+    kept = torch.rand(8, 1, dtype=x.dtype).add(0.8).floor()
+    gumbel = -torch.empty_like(x).exponential_().log()
+    some = torch.bernoulli(torch.sigmoid(x.detach())) + torch.empty_like(x).uniform_(-1, 1)
+    number = torch.randint(2, 5, (8, 8)).to(x.dtype)
+    x = nn.functional.dropout1d((x + 0.1 * noise).unsqueeze(-1), 0.2).squeeze(-1)
+    return x / 0.8 * kept + gumbel.softmax(-1) + 0.1 * some * number
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_random_numbers_are_the_same_on_any_mesh(seed: int) -> None:
+    model = Written(draws).double()
+    program = capture(model, X, precision="fp64")
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    loss, grads, _ = run_step(program, params, {}, X, 0)
+    job = Job(program, ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="draws"), {})
+    plan = random_plan(job, seed, max_microbatches=4)
+    programs = verify_plan(plan)
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], model)
+    assert float(abs(trainer.step(X) - loss) / abs(loss)) <= 1e-9
+    assert relative_error(trainer.grads(), grads) <= 1e-9
+    trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3)
+    predicted = [entry.key for entry in entries(programs[0])]
+    assert [entry.key for entry in trainer.entries(0)] == predicted
+
+
+def test_uniform_numbers() -> None:
+    for dtype in (torch.float32, torch.float64):
+        x = torch.empty(1000, 1000, dtype=dtype)
+        found = reference_kernels.uniform(x, torch.tensor(7), 1, [1000, 1000], [0, 0])
+        assert 0 < found.min() and found.max() < 1 and found.dtype == dtype
+        assert float(found.mean()) == pytest.approx(0.5, abs=2e-3)
+        assert float(found.var()) == pytest.approx(1 / 12, abs=1e-3)
+        assert abs(float(torch.corrcoef(torch.stack([found[:-1].flatten(), found[1:].flatten()]))[0, 1])) < 5e-3
+        part = reference_kernels.uniform(x[200:300, 10:30], torch.tensor(7), 1, [1000, 1000], [200, 10])
+        assert torch.equal(part, found[200:300, 10:30])
+
+
+def test_stochastic_depth_is_the_identity_in_an_evaluation() -> None:
+    model = Written(lambda x: x / 0.8 * torch.floor(0.8 + torch.rand(8, 1, dtype=x.dtype))).double()
+    program = capture(model, X, precision="fp64")
+    targets = {op.target for kind in program.kinds for op in kind.graph.ops}
+    assert "paraplan.dropout" in targets and "paraplan.uniform" not in targets
+
+
+def test_nested_inputs_are_refused_by_name() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
+            return self.layer(x + more["y"]).sum()
+
+    with pytest.raises(CaptureError, match="input 'more' of Nested is a dict that holds tensors"):
+        capture(Nested(), {"x": X["x"], "more": {"y": X["x"]}})
+
+
+def test_numbers_from_elsewhere_are_refused() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * random.random()
+
+    with pytest.raises(CaptureError, match="draws from random, whose numbers would be constants"):
+        capture(Written(scaled), X)
+
+
+def test_the_largest_of_a_bag() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.EmbeddingBag(10, 8, mode="max")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.rows(ids).pow(2).mean()
+
+    torch.manual_seed(0)
+    model, ids = Bag().double(), {"ids": torch.randint(0, 10, (8, 5))}
+    program = capture(model, ids, precision="fp64")
+    assert all(op.rule is None for kind in program.kinds for op in kind.graph.ops)
+    assert worst_error(run(program, model, ids)[1], eager(model, ids, "fp64", None)[1]) <= 1e-12
+
+
+def _gated(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda f: torch.jit.trace(f, torch.randn(8, 8))])
+def test_a_function_of_torch_jit_has_its_gradient_before_and_after_torch_compiles_it(make: Callable[..., Any]) -> None:
+    made = make(_gated)
+    for _ in range(3):
+        as_eager(lambda x: made(x))
+
+
+def test_a_module_of_torch_jit_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    with pytest.raises(CaptureError, match=r"module '1' is a RecursiveScriptModule of torch.jit"):
+        capture(model, {"input": X["x"]}, loss_fn=lambda out, given: out.pow(2).mean())

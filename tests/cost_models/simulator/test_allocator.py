@@ -1,0 +1,109 @@
+"""The caching allocator's rules by hand, and its accounts over random requests; what a step reserves."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from paraplan.cost_models.simulator import allocator as allocator_module
+from paraplan.cost_models.simulator import allocator_replay as reserved_module
+from paraplan.cost_models.simulator.allocator import AllocatedBlock, CachingAllocator
+from paraplan.cost_models.simulator.allocator_replay import reserved_bytes
+from paraplan.cost_models.simulator.simulate import simulate_rank
+from paraplan.ir.execution.rank_program import RankProgram
+from tests.cost_models.rank_programs import random_programs, toy_costs
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB), (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB), (0, 512, 2 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB), (11 * MIB, 12 * MIB, 12 * MIB),
+    ],
+)  # fmt: skip
+def test_first_request(nbytes: int, allocated: int, reserved: int) -> None:
+    allocator = CachingAllocator(1 << 40)
+    allocator.allocate(nbytes)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, reserved)
+
+
+def test_smallest_block_that_fits_is_split_and_merged() -> None:
+    allocator = CachingAllocator(1 << 40)
+    large, small = allocator.allocate(40 * MIB), allocator.allocate(24 * MIB)
+    allocator.release(large)
+    allocator.release(small)
+    part = allocator.allocate(20 * MIB)
+    assert part.address == small.address and part.after is not None and part.after.nbytes == 4 * MIB
+    whole = allocator.allocate(39 * MIB + 512)
+    assert whole.nbytes == 40 * MIB and whole.after is None, "what is left is not more than 1 MiB"
+    assert allocator.reserved_bytes == 64 * MIB
+    allocator.release(part)
+    assert allocator.allocate(24 * MIB).address == small.address
+    assert allocator.reserved_bytes == 64 * MIB
+
+
+def test_free_segments_are_given_back_at_the_limit_only() -> None:
+    allocator = CachingAllocator(100 * MIB)
+    allocator.release(allocator.allocate(60 * MIB))
+    held = allocator.allocate(20 * MIB)
+    assert (held.nbytes, allocator.reserved_bytes) == (20 * MIB, 60 * MIB), "part of what is cached"
+    allocator.release(held)
+    allocator.allocate(80 * MIB)
+    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes) == (80 * MIB, 80 * MIB)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_accounts_of_random_requests(seed: int) -> None:
+    """Blocks never overlap, and what is free and allocated is what is reserved; all freed, segments are whole."""
+    rng, allocator = random.Random(seed), CachingAllocator(1 << 40)
+    live: list[AllocatedBlock] = []
+    for _ in range(600):
+        if live and rng.random() < 0.45:
+            allocator.release(live.pop(rng.randrange(len(live))))
+        else:
+            live.append(allocator.allocate(int(2 ** rng.uniform(0, 26))))
+        assert sum(block.nbytes for block in live) == allocator.allocated_bytes
+    ordered = sorted(live, key=lambda block: block.address)
+    assert all(a.address + a.nbytes <= b.address for a, b in pairwise(ordered))
+    free = [entry[2] for pool in allocator._free.values() for entry in pool]
+    assert sum(block.nbytes for block in free) + allocator.allocated_bytes == allocator.reserved_bytes
+    for block in live:
+        allocator.release(block)
+    whole = [entry[2] for pool in allocator._free.values() for entry in pool]
+    assert all(block.before is None and block.after is None for block in whole)
+    assert sum(block.nbytes for block in whole) == allocator.reserved_bytes
+
+
+@given(random_programs())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_replayed_is_what_is_simulated(monkeypatch: pytest.MonkeyPatch, given_program: RankProgram) -> None:
+    """Without rounding and splitting apart, the replay's peak is the simulated one to the byte."""
+    monkeypatch.setattr(allocator_module, "CUDA_BLOCK_BYTES", 1)
+    made: list[CachingAllocator] = []
+
+    def making(capacity: int) -> CachingAllocator:
+        made.append(CachingAllocator(capacity))
+        return made[-1]
+
+    monkeypatch.setattr(reserved_module, "CachingAllocator", making)
+    reserved = reserved_bytes(given_program, 1 << 40)
+    peak = simulate_rank(given_program, toy_costs()).peak_bytes
+    assert made[0].peak_allocated_bytes == peak <= reserved
+
+
+def test_what_is_left_of_a_segment_made_at_the_limit_is_used() -> None:
+    allocator = CachingAllocator(20 * MIB)
+    allocator.release(allocator.allocate(10 * MIB))
+    first = allocator.allocate(10 * MIB + MIB // 2)  # 10 MiB are given back for a segment of 12
+    assert allocator.reserved_bytes == 12 * MIB
+    second = allocator.allocate(MIB + MIB // 4)
+    assert (allocator.reserved_bytes, second.address) == (12 * MIB, first.address + first.nbytes)
+    for block in (first, second):
+        allocator.release(block)
+    assert allocator.allocate(12 * MIB).address == first.address and allocator.reserved_bytes == 12 * MIB
