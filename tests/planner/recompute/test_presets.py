@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from benchmarks.attentions import Stack
 from benchmarks.zoo import build
 from paraplan.capture import capture
 from paraplan.capture.reference import StepResult, run_step
@@ -119,6 +120,18 @@ def test_selective_makes_the_core_of_unfused_attention_again() -> None:
     ops = program.kinds[kind].graph.ops
     again = Counter(ops[index].target.split(".")[1] for index in (*remat.again, *remat.rerun))
     assert again["linear"] == again["layer_norm"] == 0 and again["_softmax"] == 1
+
+
+@pytest.mark.parametrize("bias", ["alibi", "relative positions"])
+def test_selective_makes_a_bias_again_that_no_gradient_comes_from(bias: str) -> None:
+    """What is made in every layer of slopes or of a table's rows, for its attention alone, is as large as scores."""
+    model = Stack(bias, hidden=16, heads=2, sequence=12).double()
+    batch = {key: torch.randint(64, (2, 12)) for key in ("ids", "labels")}
+    program, _ = layered(capture(model, batch, precision="fp64"))
+    (kind,) = {program.segments[run.start].kind for run in layers_of(program)}
+    remat = remat_of(program.kinds[kind], preset_fates(program, "selective")[kind])
+    shapes = {name: spec.shape for name, spec in program.kinds[kind].graph.values.items()}
+    assert remat.again and not [name for name in remat.saved if shapes[name][-2:] == (12, 12)], remat.saved
 
 
 @pytest.mark.parametrize("recompute", ["full", "full-early-stop", "selective", "alternate"])
