@@ -48,19 +48,21 @@ class MixedSamples(ConstraintError):
 class NoPlanError(ParaplanError):
     """No plan was found.
 
-    A search meets many of these and shows one, and how much is missing may take a solver to say, so a message may be
-    given as what makes it: called once, when the message is first read.
+    A search meets many of these and shows one, and how much is missing may take a solver to say: `explained` runs it,
+    which a search calls of the error it ends with. Reading the text never does.
+
+    Args:
+        message: what is known.
+        explain: finds out more, and gives the whole message.
     """
 
-    def __init__(self, message: str | Callable[[], str]) -> None:
+    def __init__(self, message: str, explain: Callable[[], str] | None = None) -> None:
         super().__init__(message)
-        self._message = message
+        self._explain = explain
 
-    def __str__(self) -> str:
-        if not isinstance(self._message, str):
-            self._message = self._message()
-            self.args = (self._message,)
-        return self._message
+    def explained(self) -> NoPlanError:
+        """This error with all there is to say."""
+        return self if self._explain is None else type(self)(self._explain())
 
     def __reduce__(self) -> tuple[type[NoPlanError], tuple[str]]:
         return type(self), (str(self),)

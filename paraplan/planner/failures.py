@@ -33,9 +33,9 @@ def not_tried(mesh: Mesh, num_microbatches: int) -> Failure:
     return Failure(SolverLimitError(said), mesh, num_microbatches, late=True)
 
 
-def failure(failures: Sequence[Failure]) -> tuple[type[NoPlanError], Callable[[], str]]:
-    """What kind of failure all are together, and the words of the one that speaks for them: one that proves nothing, if
-    any tried does not, of the most microbatches, which hold least."""
+def failure(failures: Sequence[Failure]) -> tuple[type[NoPlanError], str, Callable[[], str]]:
+    """What kind of failure all are together, and the words of the one that speaks for them, as they are and explained:
+    one that proves nothing, if any tried does not, of the most microbatches, which hold least."""
     tried = [each for each in failures if not each.late] or list(failures)
     open_ones = [each for each in tried if isinstance(each.fault, SolverLimitError)]
     last = tried[-1].mesh
@@ -46,10 +46,10 @@ def failure(failures: Sequence[Failure]) -> tuple[type[NoPlanError], Callable[[]
     late = next((f". Not all was tried: {each.fault}" for each in failures if each.late and each is not shown), "")
     kind = SolverLimitError if any(isinstance(each.fault, SolverLimitError) for each in failures) else type(shown.fault)
 
-    def words() -> str:
+    def words(fault: NoPlanError) -> str:
         if len(counts) < 2:
-            return f"{shown.fault}{late}"
+            return f"{fault}{late}"
         named = ", ".join(map(str, counts))
-        return f"{shown.fault}. So it is in {shown.num_microbatches} microbatches; tried in vain: {named}{late}"
+        return f"{fault}. So it is in {shown.num_microbatches} microbatches; tried in vain: {named}{late}"
 
-    return kind, words
+    return kind, words(shown.fault), lambda: words(shown.fault.explained())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -34,7 +35,7 @@ from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.search import BestPlan, Progress, prepared, search
+from paraplan.planner.search import BestPlan, Progress, find, prepared
 
 ROUNDS = 10
 """Searches for fewer bytes, on one mesh and then on all."""
@@ -63,12 +64,25 @@ def search_room(
         ConstraintError, InfeasibleError: as by `search`.
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
+    try:
+        return _search_room(job, constraints, time_limit_s, progress, certify)
+    except NoPlanError as fault:
+        raise fault.explained() from None
+
+
+def _search_room(
+    job: Job,
+    constraints: Constraints,
+    time_limit_s: float = 60.0,
+    progress: Progress = lambda text: None,
+    certify: bool = True,
+) -> BestPlan:
     check_time_limit(time_limit_s)
     deadline = Deadline(time_limit_s)
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
     first_s = (FIRST if looks else 1.0) * time_limit_s
     try:
-        first = search(job, constraints, first_s, progress, certify)
+        first = find(job, constraints, first_s, progress, certify)
     except SolverLimitError:
         lean = _fallen_back(job, constraints, first_s, progress)
         if lean is None:
@@ -124,7 +138,7 @@ def _for_fewer(
                 break
             fewer = msgspec.structs.replace(_in_a_hurry(pins, plan) if late else pins, memory_bytes=allowed)
             try:
-                found = search(job, fewer, deadline.share_s(0.5), progress, certify=False)
+                found = find(job, fewer, deadline.share_s(0.5), progress, certify=False)
             except NoPlanError as fault:
                 low, why = allowed, fault
                 continue
@@ -132,7 +146,8 @@ def _for_fewer(
             plan = tries[-1].plan
             if needed_bytes(plan) <= budget:
                 return _last_of(tries)
-    raise SolverLimitError(_no_room(budget, tries, why, deadline))
+    said = partial(_no_room, budget, tries, deadline)
+    raise SolverLimitError(said(why), lambda: said(why and why.explained()))
 
 
 def _with_reserved(found: BestPlan) -> BestPlan:
@@ -191,7 +206,7 @@ def _last_of(tries: Sequence[BestPlan]) -> BestPlan:
     return BestPlan(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
 
 
-def _no_room(budget: int, tries: Sequence[BestPlan], why: NoPlanError | None, deadline: Deadline) -> str:
+def _no_room(budget: int, tries: Sequence[BestPlan], deadline: Deadline, why: NoPlanError | None) -> str:
     """Why there is no plan, and what to do."""
     least = min(needed_bytes(each.plan) for each in tries)
     late = f"; the time limit of {deadline.limit_s:g} s ran out, and more may help" if deadline.is_over else ""

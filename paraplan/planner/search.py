@@ -69,7 +69,6 @@ class BestPlan:
     total_s: float
 
 
-@seldom_collected()
 def search(
     job: Job,
     constraints: Constraints,
@@ -91,6 +90,21 @@ def search(
         InfeasibleError: proved on every mesh tried.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
+    try:
+        return find(job, constraints, time_limit_s, progress, certify)
+    except NoPlanError as fault:
+        raise fault.explained() from None
+
+
+@seldom_collected()
+def find(
+    job: Job,
+    constraints: Constraints,
+    time_limit_s: float = 60.0,
+    progress: Progress = lambda text: None,
+    certify: bool = True,
+) -> BestPlan:
+    """As `search`; errors are not explained yet."""
     check_time_limit(time_limit_s)
     check_param_names(constraints, job.program.params)
     deadline = Deadline(time_limit_s)
@@ -132,8 +146,9 @@ def search(
         timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == meshes[-1] else 0.5))
         found += _with_other_counts(job, mesh, constraints, timed, failures, progress, deadline)
     if not found:
-        kind, words = failure(failures)
-        raise kind(lambda: f"{words()}{what_would_do(job, meshes[0], constraints, time_limit_s)}") from None
+        kind, said, words = failure(failures)
+        advice = partial(what_would_do, job, meshes[0], constraints, time_limit_s)
+        raise kind(said, lambda: f"{words()}{advice()}") from None
     if constraints.delayed_update is not None:
         found = [placed(candidate, limits, constraints) for candidate in found]
     best = quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
@@ -156,7 +171,7 @@ def _pipeline(job: Job, constraints: Constraints, deadline: Deadline, progress: 
     """A plan of several stages, or, where the degree is to be chosen, the fastest of any."""
 
     def one_stage(pinned: Constraints) -> Plan:
-        return search(job, pinned, deadline.share_s(0.5), progress).plan
+        return find(job, pinned, deadline.share_s(0.5), progress).plan
 
     def planned(pinned: Constraints) -> Plan:
         if pinned.pp == AUTO:
@@ -173,7 +188,8 @@ def _pipeline(job: Job, constraints: Constraints, deadline: Deadline, progress: 
         if not found:
             also = f"; nor in {', '.join(map(str, sorted(tried)))} microbatches" if tried else ""
             late = "; then time ran out" if len(tried) < len(counts) else ""
-            raise SolverLimitError(f"{fault}{also}{late}") from None
+            refused, more = fault, f"{also}{late}"
+            raise SolverLimitError(f"{refused}{more}", lambda: f"{refused.explained()}{more}") from None
         return min(found, key=lambda plan: plan.prediction.step_s if plan.prediction is not None else math.inf)
 
 
@@ -211,7 +227,7 @@ def _sharding(
     if mesh is None:
         mesh, *more = candidate_meshes(job, constraints)
         if more:
-            mesh = search(job, constraints, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
+            mesh = find(job, constraints, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
     limits = SolveLimits(
         time_s=deadline.share_s(0.5), memory_bytes=device_budget(job.cluster, constraints), certify=False
     )

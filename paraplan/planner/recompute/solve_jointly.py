@@ -62,16 +62,18 @@ def solve_with_recomputation(
     base = memory_rows(space, limits.memory_bytes, activations=False)
     rows, solve_s = base, 0.0
     closest: tuple[Decisions, Unfit] | None = None
+    on_mesh = f"{say_size(limits.memory_bytes)} per device on mesh {mesh.shape}"
+    not_found = partial(_not_found, job, mesh, constraints, limits)
     for attempt in range(ROUNDS):
         if attempt and time.perf_counter() - began > LATE * limits.time_s:
-            raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
+            raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
         problem = with_rows(network, (*rows, *tier_rows(space)))
         found = optimise(problem, limits.left_s(time.perf_counter() - began), limits.relative_gap, limits.backend)
         solve_s += found.solve_s
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
-                raise InfeasibleError(partial(_too_small, job, space, mesh, limits))
-            raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
+                raise InfeasibleError(f"no sharding fits {on_mesh}", partial(_too_small, job, space, mesh, limits))
+            raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decisions = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
@@ -83,7 +85,7 @@ def solve_with_recomputation(
         over = fitted.peak_bytes / limits.memory_bytes - 1
         rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
     else:
-        raise SolverLimitError(partial(_not_found, job, mesh, constraints, limits, closest))
+        raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
     work = problem.work(found.choices)
     started = time.perf_counter()
     bound_s = 0.0

@@ -310,14 +310,16 @@ def _out_of_tries(
 def _failure(
     job: Job, space: Space, found: Optimum, limits: SolveLimits, proved: bool, closest: Realised | None = None
 ) -> NoPlanError:
-    """Why there is no choice; what would do is solved for when it is read."""
+    """Why there is no choice; what would do is solved for where it is explained."""
+    on_mesh = f"{say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}"
     if found.status is not Status.INFEASIBLE:
         return SolverLimitError(
             f"the solver found no plan within {limits.time_s:.0f} s; raise the time limit or pin more"
         )
     if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
-        return SolverLimitError(partial(_too_much_in_passing, job, space, limits, closest))
-    return InfeasibleError(partial(_too_much, job, space, limits))
+        said = f"no plan under {on_mesh} was found"
+        return SolverLimitError(said, partial(_too_much_in_passing, job, space, limits, closest))
+    return InfeasibleError(f"no sharding fits {on_mesh}", partial(_too_much, job, space, limits))
 
 
 def _too_much_in_passing(job: Job, space: Space, limits: SolveLimits, closest: Realised | None) -> str:
