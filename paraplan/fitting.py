@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
@@ -39,7 +38,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.plan_options import CaptureOptions, FitKeywords, FitOptions
 from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.memory.plan_memory import MemoryLimits
-from paraplan.planner.memory.problem import MemoryProblem, Tier
+from paraplan.planner.memory.problem import Tier
 from paraplan.planner.memory.single_device import least_words, memory_problem, memory_tiers, schedule_memory
 from paraplan.runtime.fitted import FittedModule
 from paraplan.runtime.fitted_step import FittedStep, held_bytes, refuse_gradients
@@ -171,8 +170,8 @@ def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tupl
         made = schedule_memory(whole.data, budget, MemoryLimits(time_s=time_s), tiers, beside)
     except NoPlanError as fault:
         problem = memory_problem(whole.data, tiers, beside)
-        ways = _ways_out(whole, tiers)
-        raise type(fault)(partial(_with_ways_out, fault, problem, budget, time_s, ways)) from None
+        would_do = least_words(problem, budget, time_s)
+        raise type(fault)(f"{fault}. {would_do}. {_ways_out(whole, tiers)}") from None
     again = 100 * made.answer.evaluation.recomputed_s / made.simulation.step_s
     note = (
         f"memory schedule within {budget} bytes: {again:.1f} % of the step executes ops again, at most "
@@ -191,10 +190,6 @@ def _ways_out(whole: Plan, tiers: tuple[Tier, ...]) -> str:
     fewer = [repr(name) for name, slots in (("sgd", 0), ("momentum", 1)) if slots < states]
     ways += [f"an optimizer of fewer states (optimizer={' or '.join(fewer)})"] if fewer else []
     return f"Less is needed with {', or with '.join((', with '.join(ways[:-1]), ways[-1]))}"
-
-
-def _with_ways_out(fault: NoPlanError, problem: MemoryProblem, budget: int, time_s: float, ways: str) -> str:
-    return f"{fault}. {least_words(problem, budget, time_s)}. {ways}"
 
 
 def _unfused(whole: Plan) -> Plan:

@@ -172,7 +172,7 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
         now[0] += 6.0
         return search(job, constraints, time_limit_s, certify=False)
 
-    monkeypatch.setattr(room_module, "search", searched)
+    monkeypatch.setattr(room_module, "find", searched)
     tight = job(int(0.85 * roomy_peak()))
     with pytest.raises(SolverLimitError, match=r"the time limit of 10 s ran out"):
         search_room(tight, Constraints(**PINS), time_limit_s=10.0)
