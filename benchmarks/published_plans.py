@@ -91,6 +91,7 @@ def predict(case: Case, time_limit_s: float) -> Row:
                 continue
             try:
                 found = _fastest(case, case.pins | pins, time_limit_s, _step_s(best))
+                refuse_overfull(found)
             except ParaplanError as fault:
                 tried[_text(pins)] = f"{type(fault).__name__}: {str(fault)[:200]}"
                 continue
@@ -120,6 +121,18 @@ def _fastest(case: Case, pins: Pins, time_limit_s: float, than_s: float) -> Carr
         if roomy.said.step_s >= than_s:
             raise InfeasibleError(f"does not fit as it is, and is no faster with memory for anything: {than_s:.4g} s")
     return _pipeline(case, pins, cluster_of(case), time_limit_s)
+
+
+def refuse_overfull(found: Carried) -> None:
+    """A row is no prediction where its plan peaks above what its devices have.
+
+    Raises:
+        InfeasibleError: with both sizes.
+    """
+    peak = max(found.said.peak_bytes)
+    least = min(group.device.memory_bytes for group in found.plan.cluster.groups)
+    if peak > least:
+        raise InfeasibleError(f"the plan returned peaks at {peak / 2**30:.1f} GiB of a device's {least / 2**30:.1f}")
 
 
 def _pipeline(case: Case, pins: Pins, cluster: ClusterSpec, time_limit_s: float) -> Carried:

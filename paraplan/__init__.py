@@ -17,6 +17,7 @@ _PUBLIC = {
     "Constraints": "paraplan.planner.constraints",
     "ParaplanError": "paraplan.ir.errors",
     "InfeasibleError": "paraplan.ir.errors",
+    "release_caches": "paraplan.ir.process.memo",
     "register_rule": "paraplan.capture.register",
     "register_cost": "paraplan.capture.register",
 }

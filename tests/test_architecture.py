@@ -107,7 +107,7 @@ MAX_FUNCTION_LINES = 60
 PUBLIC = {
     *("__version__", "compile", "fit", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
     "InfeasibleError",
-    *("register_rule", "register_cost"),
+    *("register_rule", "register_cost", "release_caches"),
 }
 
 
@@ -280,6 +280,19 @@ def reads_labels(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Block.kind or Step.phase"
 
 
+def caches_beside_the_session(module: Module) -> Iterator[str]:
+    """What outlives a call belongs to an object, or to the session, which can give it up."""
+    if module.path == "ir/process/memo.py":
+        return
+    made = [node.value for node in module.tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    for node in (*(of for function in functions(module) for of in function.decorator_list), *made):
+        name = dotted(node.func.value if isinstance(node.func, ast.Subscript) else node.func) if isinstance(
+            node, ast.Call
+        ) else dotted(node)  # fmt: skip
+        if name and name.rpartition(".")[2] in ("cache", "lru_cache", "Lately", "WeakTensorKeyDictionary"):
+            yield f"{module.path}:{node.lineno} keeps results in {name}; use SESSION of ir/process/memo.py"
+
+
 def imports_a_test(module: Module) -> Iterator[str]:
     """What tests share is in a helper beside them, so that one can be read, run and moved without another."""
     for line, name in module.imports:
@@ -299,6 +312,7 @@ RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     uses_private_torch: Module("runtime/x.py", "import torch\ntorch._dynamo.reset(); torch.ops._c10d_functional.wait"),
     file_is_too_long: Module("ir/x.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
     reads_labels: Module("report/x.py", "step.block.split('.')[0]\nstep.block in program.blocks"),
+    caches_beside_the_session: Module("ir/x.py", "@lru_cache(3)\ndef f(): pass"),
     function_is_too_long: Module("ir/x.py", 'def f():\n    """D."""\n' + "    x = 1\n" * MAX_FUNCTION_LINES),
 }
 """Each rule with a module that breaks it exactly once."""

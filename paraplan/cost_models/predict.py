@@ -23,12 +23,12 @@ from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.graph import Graph, Phase
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Prediction
-from paraplan.ir.process.memo import Lately, Same
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.profile import UPDATE, VIEW
 from paraplan.ir.sizes import say_size
 from paraplan.rules.carried_rules import registered_work
 
-_COSTS = Lately[Costs](32, lambda costs: 1)
+_COSTS: Lately[Costs] = SESSION.lately("predict.costs", 32)
 
 
 def forward_flops(program: Program) -> dict[str, int]:

@@ -12,12 +12,12 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 
 Check = Callable[[str, Any], None]
@@ -81,7 +81,7 @@ C = TypeVar("C", bound=type[Options])
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@cache
+@SESSION.cached()
 def fields_of(kind: type[Options]) -> dict[str, OptionField]:
     """The fields of a struct by keyword, in order."""
     found = {}

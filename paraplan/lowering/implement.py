@@ -16,7 +16,7 @@ from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProg
 from paraplan.ir.machine.kernel_choice import OpCall, chosen, has_choice
 from paraplan.ir.model.graph import refs
 from paraplan.ir.plan import Plan
-from paraplan.ir.process.memo import Lately, Same
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.profile import Measured, detail_of, odd_strides
 from paraplan.lowering.rewrites.fused_writes import write_together
 from paraplan.lowering.rewrites.whole_norms import join_norms
@@ -26,7 +26,7 @@ from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kerne
 Key = tuple[str, str, tuple[Measured, ...], tuple[Measured | None, ...]]
 """Target, detail (which names the kernel), inputs, outputs."""
 Times = Mapping[Key, float]
-_TIMES = Lately[Times](2, lambda times: 1)
+_TIMES: Lately[Times] = SESSION.lately("implement.times", 2)
 """Of the last profiles: a search lowers hundreds of plans with one."""
 Done = dict[int, tuple[Block, Block]]
 """By the id of a block, that block, which keeps the id its own, and it with kernels."""

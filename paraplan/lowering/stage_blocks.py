@@ -23,7 +23,7 @@ from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.program import HALVES, master_dtype
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice, Plan
-from paraplan.ir.process.memo import Lately, Same
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.lowering.blocks.backward import LoweredBackward, lower_backward
 from paraplan.lowering.blocks.forward import Given, KindContext, LoweredForward, evaluate_forward, lower_forward
 from paraplan.lowering.rewrites.chunks import gradients_known
@@ -32,9 +32,11 @@ from paraplan.lowering.transfers.mesh_transfers import Message, crossing_layouts
 from paraplan.rules.time_axis import ProgramMicro, dual, program_micro
 
 _INSTRS = 50_000  # some 45 MB
-_FORWARDS = Lately[LoweredForward](_INSTRS, lambda made: len(made.block.instrs))
-_BACKWARDS = Lately[LoweredBackward](
-    _INSTRS, lambda made: sum(len(part.block.instrs) for part in made.parts or (made,))
+_FORWARDS: Lately[LoweredForward] = SESSION.lately(
+    "stage_blocks.forwards", _INSTRS, lambda made: len(made.block.instrs)
+)
+_BACKWARDS: Lately[LoweredBackward] = SESSION.lately(
+    "stage_blocks.backwards", _INSTRS, lambda made: sum(len(part.block.instrs) for part in made.parts or (made,))
 )
 
 

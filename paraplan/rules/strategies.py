@@ -18,11 +18,11 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from paraplan.ir.machine.mesh import Layout, Partial, Placement, R, S, is_shardable, padded_dims, pads_little
 from paraplan.ir.model.graph import Graph, Op, map_refs
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.process.memo import SESSION
 from paraplan.rules.carried_rules import definition_of
 from paraplan.rules.choices import AxisChoice, axis_choices, mesh_choices, ring_choices
 from paraplan.rules.dims import RING, ROUTING, STRIPES, WHOLE, OpDims, replicated
@@ -289,7 +289,7 @@ def _reductions(
     return found
 
 
-@lru_cache(maxsize=256)
+@SESSION.cached(256)
 def graph_strategies(graph_key: GraphKey) -> tuple[tuple[Strategy, ...], ...]:
     """Per op of a graph, its strategies; cached by graph identity and mesh, found once for ops alike."""
     graph = graph_key.graph

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from paraplan.ir.errors import MixedSamples
 from paraplan.ir.machine.mesh import P, Partial, Placement, R, is_shardable
 from paraplan.ir.model.graph import Graph, Op
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.process.memo import SESSION
 from paraplan.rules.strategies import AxisChoice, axis_choices, dims_of
 
 APART = (
@@ -121,7 +121,7 @@ def _effort(have: Placement, need: Placement, in_space: bool) -> int | None:
     return 3 if have == P else 10
 
 
-@lru_cache(maxsize=20_000)
+@SESSION.cached(20_000)
 def _cached_choices(key: _OpKey) -> tuple[AxisChoice, ...]:
     dims = dims_of(key.op, key.values)
     choices = axis_choices(dims)

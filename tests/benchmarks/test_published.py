@@ -7,11 +7,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.kept_outputs import with_last_products_kept, with_logits_kept, with_messages_kept
 from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
-from benchmarks.published_plans import program_of, searched
+from benchmarks.published_plans import program_of, refuse_overfull, searched
 from benchmarks.published_rows import (
     Case,
     Row,
@@ -22,8 +23,9 @@ from benchmarks.published_rows import (
     torchtitan_schedules,
     torchtitan_stages,
 )
-from benchmarks.steady import at_microbatches, few_microbatches, priced
+from benchmarks.steady import Carried, at_microbatches, few_microbatches, priced
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
@@ -239,3 +241,18 @@ def test_what_sources_report_is_answered() -> None:
         {"file": each.file, "row": each.slower, "published": 1.0, "predicted": 2.0},
     ]
     assert reported(rows) == [f"{each.says}: NO (published 3.000, predicted 0.500, -83.3%)"]
+
+
+def test_a_plan_above_its_device_s_memory_is_no_prediction(tmp_path: Path) -> None:
+    (tmp_path / "megatron.json").write_text(json.dumps(GPT))
+    case = read_cases(tmp_path)[0]
+    plan = searched(case, case.pins | {"microbatches": 1, "zero": 1}, case.batch, cluster_of(case), 60.0)
+    refuse_overfull(Carried(plan, 1))
+    assert plan.prediction is not None
+    peak = max(plan.prediction.peak_bytes)
+    device = msgspec.structs.replace(plan.cluster.groups[0].device, memory_bytes=peak - 1)
+    cluster = msgspec.structs.replace(
+        plan.cluster, groups=(msgspec.structs.replace(plan.cluster.groups[0], device=device),)
+    )
+    with pytest.raises(InfeasibleError, match="peaks at"):
+        refuse_overfull(Carried(msgspec.structs.replace(plan, cluster=cluster), 1))

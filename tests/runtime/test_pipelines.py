@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.ir.errors import ConstraintError, CostModelError, InvalidPlanError
 from paraplan.ir.execution import names
 from paraplan.ir.execution.names import Name, Role
@@ -24,6 +23,7 @@ from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.against_eager import eager_error, loss_by
+from tests.liveness import left_alive
 from tests.runtime.pipelines import cut, job_of, mixed, pipeline_of, run
 from tests.runtime.web import batch, one_stage, program, stages_of, web
 
@@ -64,16 +64,7 @@ def test_messages_in_parts_are_smaller_and_give_the_same() -> None:
         return sum(each.nbytes for rank in lower(plan) for each in rank.transfers.values() if each.sends)
 
     assert sent(parted) < sent(whole)
-    assert alive_at_the_end(parted) == alive_at_the_end(whole)
-
-
-def alive_at_the_end(plan: Plan) -> list[int]:
-    """Bytes that every class of ranks holds once its steps are done."""
-    walks = [MemoryWalk(program) for program in lower(plan)]
-    for walk in walks:
-        for step in walk.program.steps:
-            walk.advance(step)
-    return [walk.live for walk in walks]
+    assert not any(left_alive(program) for plan in (parted, whole) for program in lower(plan))
 
 
 def test_losses_are_begun_together_where_one_is_summed_by_itself() -> None:

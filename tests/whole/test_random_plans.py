@@ -21,6 +21,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.liveness import left_alive
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)
@@ -47,6 +48,7 @@ def test_random_plans(name: str, dropout: float) -> None:
         job = Job(program, ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display=name), {})
         plan = random_plan(job, seed, max_microbatches=4, states_leave=True)
         programs = verify_plan(plan)
+        assert not any(left_alive(program) for program in programs)
         trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
         assert float(abs(trainer.step(small.batch) - loss) / abs(loss)) <= 1e-9
         assert relative_error(trainer.grads(), grads) <= 1e-9

@@ -15,15 +15,14 @@ saved over others), so with memory to spare `rotor` is never longer.
 
 from __future__ import annotations
 
-from functools import cache
-
 from paraplan.baselines.chains.chain_blocks import BlockRun, chain_of, forwards
 from paraplan.baselines.common import Limits, answer_ops, check_budget, fits, nothing_fits
+from paraplan.ir.process.memo import SESSION
 from paraplan.planner.memory.answer import MemoryAnswer
 from paraplan.planner.memory.problem import MemoryProblem
 
 
-@cache
+@SESSION.cached()
 def best_split(length: int, slots: int) -> tuple[int, int]:
     """(T(length, slots), the j that gives it, the smallest of equals)."""
     if length == 1:

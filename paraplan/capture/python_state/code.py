@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.autograd import Function
 
+from paraplan.ir.process.memo import SESSION
+
 _STARTED = time.time()
 _MOST = 2000
 _OWN = str(Path(__file__).parents[2])
@@ -261,7 +263,7 @@ def is_library(what: object) -> bool:
     return _in_library(file) if file else getattr(module, "__name__", "") in sys.builtin_module_names
 
 
-@functools.lru_cache(maxsize=4096)
+@SESSION.cached(4096)
 def _in_library(file: str) -> bool:
     if file.startswith("<frozen"):
         return True
@@ -283,7 +285,7 @@ def _names(code: types.CodeType) -> set[str]:
     return {name for each in _codes(code) for name in each.co_names}
 
 
-@functools.lru_cache(maxsize=4096)
+@SESSION.cached(4096)
 def _paths(code: types.CodeType) -> tuple[tuple[Any, ...], ...]:
     """What code reads of globals and of variables around it: names, with attributes and constant items read next."""
     found: dict[tuple[Any, ...], None] = {}
@@ -320,12 +322,12 @@ def read_next(frame: types.FrameType) -> tuple[Any, ...] | None:
     return following if isinstance(following, tuple) else None
 
 
-@functools.lru_cache(maxsize=1024)
+@SESSION.cached(1024)
 def _ordered(code: types.CodeType) -> list[dis.Instruction]:
     return list(dis.get_instructions(code))
 
 
-@functools.lru_cache(maxsize=1024)
+@SESSION.cached(1024)
 def _instructions(code: types.CodeType) -> Mapping[int, int]:
     return {step.offset: index for index, step in enumerate(_ordered(code))}
 
@@ -358,7 +360,7 @@ def _const(value: object) -> str:
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-@functools.lru_cache(maxsize=4096)
+@SESSION.cached(4096)
 def _source_digest(code: types.CodeType) -> str:
     """Of the source as Python reads it; "" where there is none, or its file changed after this process began."""
     try:

@@ -10,8 +10,9 @@ multiprocessors, the inner dim is parted as well (split-K). A library takes the 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
+
+from paraplan.ir.process.memo import SESSION
 
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 """Rows and columns of what cuBLAS and CUTLASS cut results into (the guide's list)."""
@@ -38,7 +39,7 @@ def product_of(rows: int, columns: int, depth: int, count: int = 1) -> Product:
     return Product(2 * count * rows * columns * depth, min(rows, columns, depth), (count, rows, columns, depth))
 
 
-@lru_cache(maxsize=1 << 16)
+@SESSION.cached(1 << 16)
 def filled(shape: tuple[int, ...], multiprocessors: int, half: int) -> float:
     """Share of its rate that a product of a shape reaches on a device, at most 1.
 

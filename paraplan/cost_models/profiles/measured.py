@@ -23,6 +23,7 @@ from paraplan.cost_models.profiles.curves import Curve, fit_curve
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.machine.cluster import Device
 from paraplan.ir.machine.kernel_choice import has_choice
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.profile import UPDATE, VIEW, CollectiveTime, OpTime, Profile
 
 MEASURED, INTERPOLATED, MODELLED = "measured", "interpolated", "modelled"
@@ -196,16 +197,9 @@ def _work(op: OpTime) -> OpWork | None:
     return None if work.kind == "view" else work
 
 
-_KEPT: list[MeasuredTimes] = []
-_MOST_KEPT = 4
+_KEPT: Lately[MeasuredTimes] = SESSION.lately("measured.kept", 4)
 
 
 def times_of(profile: Profile, device: Device) -> MeasuredTimes:
     """A profile ready to be asked; made once for the last few."""
-    for found in _KEPT:
-        if found.profile is profile and found.device == device:
-            return found
-    made = MeasuredTimes(profile, device)
-    _KEPT.insert(0, made)
-    del _KEPT[_MOST_KEPT:]
-    return made
+    return _KEPT.get((Same(profile), device), lambda: MeasuredTimes(profile, device))

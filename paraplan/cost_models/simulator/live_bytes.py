@@ -17,9 +17,9 @@ from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.entry import Entry
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
-from paraplan.ir.process.memo import Lately, Same
+from paraplan.ir.process.memo import SESSION, Lately, Same
 
-_BLOCKS = Lately[MemoryBlock](50_000, lambda block: 1 + len(block.block.instrs))
+_BLOCKS: Lately[MemoryBlock] = SESSION.lately("live_bytes.blocks", 50_000, lambda block: 1 + len(block.block.instrs))
 
 
 class MemoryWalk:

@@ -26,10 +26,10 @@ from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.names import Role
 from paraplan.ir.execution.rank_program import MESSAGES, RankProgram, Step, StepKind
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.process.memo import Lately, Same
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.struct import Value
 
-_BLOCKS = Lately[TimeBlock](50_000, lambda block: 1 + len(block.events))
+_BLOCKS: Lately[TimeBlock] = SESSION.lately("simulate.blocks", 50_000, lambda block: 1 + len(block.events))
 
 
 class MemoryPoint(Value, frozen=True, kw_only=True):

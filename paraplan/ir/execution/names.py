@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from functools import lru_cache
 from typing import ParamSpec
 
 import msgspec
 
 from paraplan.ir.model.program import Source, source_of
+from paraplan.ir.process.memo import SESSION
 
 
 class Role(StrEnum):
@@ -241,7 +241,7 @@ P = ParamSpec("P")
 
 def _kept(make: Callable[P, Name]) -> Callable[P, Name]:
     """Equal names are the same objects, most of the time: dicts find those faster."""
-    return lru_cache(1 << 14)(make)  # type: ignore[return-value]
+    return SESSION.cached(1 << 14)(make)
 
 
 @_kept

@@ -20,12 +20,12 @@ streams of their own.
 from __future__ import annotations
 
 from enum import Enum
-from functools import cache
 
 from paraplan.ir.execution.names import Name, Role
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.model.graph import Arg
 from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
+from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 
 ROOM, PUT, GROW = "aten.empty.memory_format", "paraplan.put_", "paraplan.grow_"
@@ -275,7 +275,7 @@ class Step(Value, frozen=True, kw_only=True):
         return _phase(self.action)
 
 
-@cache
+@SESSION.cached()
 def _phase(action: str) -> ActionKind:
     return parse_action(action).kind
 

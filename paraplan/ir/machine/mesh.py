@@ -13,9 +13,9 @@ Text forms, used in plan files: `R`, `S0`, `P` (partial sum), `Pmax`; a layout j
 from __future__ import annotations
 
 import math
-from functools import cache
 
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 
 PADDED_SHARE = 8
@@ -57,7 +57,7 @@ R = Replicate()
 P = Partial()
 
 
-@cache
+@SESSION.cached()
 def S(dim: int) -> Shard:
     """Short for `Shard(dim=dim)`."""
     return Shard(dim=dim)
@@ -104,7 +104,7 @@ def make_mesh(shape: tuple[int, ...], axes: tuple[str, ...], first_device: int =
     return Mesh(axes=axes, shape=shape, devices=devices)
 
 
-@cache
+@SESSION.cached()
 def parse_placement(text: str) -> Placement:
     """`R`, `S3`, `P` or `Pmax` to its placement.
 

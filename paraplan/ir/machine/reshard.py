@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +40,7 @@ from paraplan.ir.machine.mesh import (
     padded_dims,
     pads_little,
 )
+from paraplan.ir.process.memo import SESSION
 
 MOVE_ELEMENTS, COPY_ELEMENTS = 2.0**16, 2.0**14
 """What a collective and a local copy cost beside the elements they touch."""
@@ -197,7 +197,7 @@ def reshard_table(shape: Dims, mesh_shape: Dims, frozen: int, ends: tuple[Layout
     return _table(divides, padded, math.prod(shape).bit_length(), mesh_shape, along, maxima)
 
 
-@lru_cache(maxsize=4096)
+@SESSION.cached(4096)
 def _padded_axes(size: int, mesh_shape: Dims, frozen: int) -> Dims:
     """The axes that may shard a dim with padding."""
     return tuple(axis for axis, n in enumerate(mesh_shape) if axis >= frozen and size % n and pads_little(size, n))
@@ -211,7 +211,7 @@ def _may_lie(shape: Dims, padded: tuple[Dims, ...], layout: Layout, mesh_shape: 
     return True
 
 
-@lru_cache(maxsize=1024)
+@SESSION.cached(1024)
 def _table(
     shape: Dims,
     padded: tuple[Dims, ...],

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from typing import Any
 
 from paraplan.ir.errors import CodegenError
+from paraplan.ir.process.memo import SESSION
 
 _MODULES = {
     ("paraplan.dropout", "triton"): "random",
@@ -45,7 +45,7 @@ _MODULES = {
 }
 
 
-@cache
+@SESSION.cached()
 def kernel(target: str, name: str) -> Callable[..., Any]:
     """The function that runs an op as the kernel of that name.
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paraplan.ir.process.memo import SESSION
 from paraplan.kernels import reference_kernels
 from paraplan.kernels.torch_private import is_fake
 
-_KEPT: dict[object, Tensor] = {}
+_KEPT: dict[object, Tensor] = SESSION.owned("constant_tensors.kept", {})
 
 
 def constant(values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int], device: str) -> Tensor:

@@ -19,9 +19,9 @@ import msgspec
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import SUM, SUMMED, Block, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.model.graph import refs
-from paraplan.ir.process.memo import Lately, Same
+from paraplan.ir.process.memo import SESSION, Lately, Same
 
-_ADDING = Lately[Block](1 << 16, lambda made: len(made.instrs))
+_ADDING: Lately[Block] = SESSION.lately("summed_grads.adding", 1 << 16, lambda made: len(made.instrs))
 
 Sums = tuple[tuple[int, LocalValue], ...]
 """Outputs of a block, by position, that grow accumulators like these."""

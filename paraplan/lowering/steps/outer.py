@@ -140,10 +140,14 @@ def with_drops(steps: tuple[Step, ...], outer: dict[Name, OuterValue], kept: set
         seen.difference_update(out for out in step.outs if out is not None and out not in always)
         dying = dict.fromkeys(name for name in step.args if name not in seen)
         seen.update(dying)
-        if dying and step.kind is StepKind.SEND:  # what is under way is a part of its own, which its wait gives up
+        if step.kind in (StepKind.CALL, StepKind.AWAIT):
+            found.append(msgspec.structs.replace(step, drops=(*step.drops, *dying)))
+            continue
+        if step.kind is StepKind.ACCUMULATE:  # takes its addend's name away
+            dying.pop(step.args[1], None)
+        if dying:
             found.append(
                 msgspec.structs.replace(step, kind=StepKind.DROP, args=(), outs=(), drops=tuple(dying), transfer="")
             )
-        gives_up = step.kind in (StepKind.CALL, StepKind.AWAIT)
-        found.append(msgspec.structs.replace(step, drops=(*step.drops, *dying)) if gives_up else step)
+        found.append(step)
     return tuple(reversed(found))

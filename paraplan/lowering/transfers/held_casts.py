@@ -23,7 +23,7 @@ from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.model.program import ParamSpec, Program, SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Stage
-from paraplan.ir.process.memo import Lately, Same
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.rewrites.float8_casts import CAST, SCALE
@@ -74,7 +74,7 @@ def held_casts(plan: Plan) -> HeldCasts:
     return HeldCasts(msgspec.structs.replace(plan, program=program, stages=stages), of)
 
 
-_KINDS = Lately[tuple[SegmentKind, dict[str, str]]](64, lambda made: 1)
+_KINDS: Lately[tuple[SegmentKind, dict[str, str]]] = SESSION.lately("held_casts.kinds", 64)
 
 
 def _held_kind(kind: SegmentKind) -> tuple[SegmentKind, dict[str, str]]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from paraplan.ir.execution.rank_program import Transfer
 from paraplan.ir.machine.mesh import Layout, Mesh, Partial, Placement, R, Shard, local_shape, padded_dims
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.process.memo import SESSION
 
 Dims = tuple[int, ...]
 
@@ -105,7 +105,7 @@ def _count(layout: list[Placement], shape: Dims, dim: int) -> int:
     return math.prod(n for place, n in zip(layout, shape, strict=True) if isinstance(place, Shard) and place.dim == dim)
 
 
-@lru_cache(maxsize=4096)
+@SESSION.cached(4096)
 def ends_of(message: Message, source: Mesh, target: Mesh, m: int) -> Ends:
     """Who sends which part of a message to whom."""
     channel = f"{source.devices[0]}>{target.devices[0]}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.model.graph import Arg, decode_number
 from paraplan.ir.model.tensor import DTYPE_BYTES
+from paraplan.ir.process.memo import SESSION
 from paraplan.kernels import gpu, reference_kernels
 from paraplan.runtime.executing.products_into import linear_grad_weight_, linear_into_, linear_rows
 from paraplan.runtime.optimizers.grad_norms import magnitude
@@ -305,7 +305,7 @@ def resolve(target: str, kernel: str = "") -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-@cache
+@SESSION.cached()
 def is_factory(target: str) -> bool:
     """Whether an op makes a tensor from numbers alone, so that it must be told the device: its schema has an argument
     `device` and none that is a tensor."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from torch import Tensor, fx
 from paraplan.ir.execution.offsets import parse_offset
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, LocalValue
 from paraplan.ir.model.graph import Arg
+from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 from paraplan.runtime.executing import instructions
 from paraplan.runtime.executing.instructions import INSTR, LOCAL, OFFSET
@@ -125,18 +125,24 @@ def _index(names: list[str], name: str) -> int:
     return names.index(name)
 
 
-@cache
+_OPS: dict[str, Callable[..., Any]] = {}
+"""Registered with torch, for good."""
+
+
 def _op(name: str, writes: bool) -> Callable[..., Any]:
     """The op of a kernel's name, registered when it is first met; one that `writes` does so to its first tensor."""
+    if name in _OPS:
+        return _OPS[name]
     written, made = ("Tensor(a!) written, ", "()") if writes else ("", "Tensor[]")
     schema = f"{name}({written}Tensor[] tensors, SymInt[] numbers, str call) -> {made}"
     _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))
     _LIBRARY.impl(name, _write if writes else _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _write_nothing if writes else _promise, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default  # type: ignore[no-any-return]
+    made = _OPS[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return made
 
 
-@cache
+@SESSION.cached()
 def _read(call: str) -> tuple[_Call, Callable[..., Any]]:
     found = msgspec.json.decode(call, type=_Call)
     return found, instructions.resolve(found.target, found.kernel)

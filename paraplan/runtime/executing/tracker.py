@@ -15,12 +15,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paraplan.ir.process.memo import SESSION
 from paraplan.kernels.torch_private import COMPILED, OpOverload, call_within, is_composite
 from paraplan.runtime.executing.torch_private import TorchDispatchMode, storage_key, storage_of, tree_leaves
 from paraplan.runtime.transport.tier_copies import TierTensor
@@ -111,13 +112,13 @@ def changes(before: dict[str, int], most: dict[str, int], after: dict[str, int])
     return tuple(sorted(each for each in pairs if each[1] or each[2]))
 
 
-@cache
+@SESSION.cached()
 def _has_inside(func: Any) -> bool:
     """Whether an op's kernel may be Python, whose own ops count too."""
     return getattr(func, "namespace", "") not in COMPILED
 
 
-@cache
+@SESSION.cached()
 def is_kernel(func: Any) -> bool:
     """Whether a call is one kernel of torch's own: the mode would see its results and nothing else."""
     return isinstance(func, OpOverload) and func.namespace in COMPILED and not is_composite(func)

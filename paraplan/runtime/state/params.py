@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -21,6 +20,7 @@ from paraplan.ir.execution.rank_program import OuterValue, RankProgram
 from paraplan.ir.machine.mesh import Layout, Replicate, Shard, is_shardable, layout_text, parse_layout
 from paraplan.ir.machine.tiers import is_in_files
 from paraplan.ir.model.program import Program
+from paraplan.ir.process.memo import SESSION
 from paraplan.runtime.transport.disk_store import Homes
 
 Dims = tuple[int, ...]
@@ -33,7 +33,7 @@ class Values(Protocol):
         """A rank's part of a tensor; may be a view, of another dtype, on another device."""
 
 
-@lru_cache(4096)
+@SESSION.cached(4096)
 def slices(shape: Dims, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> tuple[slice, ...]:
     """Where a rank's part lies in a whole tensor, per dim; padding is no part of it, so the last may be short or empty.
 

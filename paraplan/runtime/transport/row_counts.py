@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_READ: MutableMapping[Tensor, list[list[int]]] = WeakTensorKeyDictionary()
+from paraplan.ir.process.memo import SESSION
+
+_READ: MutableMapping[Tensor, list[list[int]]] = SESSION.owned("row_counts.read", WeakTensorKeyDictionary())
 
 
 def row_counts(sent: Tensor, received: Tensor) -> list[list[int]]:

@@ -24,10 +24,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from copy import copy
-from functools import lru_cache
 
 import numpy as np
 
+from paraplan.ir.process.memo import SESSION
 from paraplan.planner.sharding.network.cost_network import Floats, Ints, Network
 
 Groups = tuple[tuple[int, ...], ...]
@@ -40,7 +40,7 @@ MOST, PART = 7, 4
 """More readers than these are looked at in parts of so many, where their layouts are too many for sets."""
 
 
-@lru_cache(maxsize=32)
+@SESSION.cached(32)
 def groupings(count: int) -> tuple[Groups, ...]:
     """All ways to split `count` readers into groups."""
     if count == 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from paraplan.ir.process.memo import Lately, Same
+from paraplan.ir.machine.mesh import S, parse_placement
+from paraplan.ir.process.memo import SESSION, Lately, Same, Session, release_caches
 from paraplan.lowering import lower, stage_blocks
 from paraplan.planner.sampling import random_plan
 
@@ -38,3 +39,29 @@ def test_blocks_are_shared_and_as_if_made_alone(tiny_gpt2, monkeypatch: pytest.M
         monkeypatch.setattr(stage_blocks, memo, Lately(0, lambda made: 1))
     alone = lower(other)[0]
     assert alone == second and all(alone.blocks[name] is not first.blocks[name] for name in forward)
+
+
+def test_a_session_empties_what_it_owns() -> None:
+    session, calls = Session(), []
+
+    @session.cached(2)
+    def twice(number: int) -> int:
+        calls.append(number)
+        return 2 * number
+
+    lately: Lately[int] = session.lately("here", 10)
+    table: dict[str, int] = session.owned("table", {})
+    assert [twice(1), twice(1), lately.get("a", lambda: 3)] == [2, 2, 3]
+    table["b"] = 4
+    assert sorted(session.sizes().values()) == [1, 1, 1]
+    session.release()
+    assert not any(session.sizes().values())
+    assert (twice(1), calls) == (2, [1, 1])
+
+
+def test_the_package_s_caches_are_released() -> None:
+    parse_placement("S7")
+    assert SESSION.sizes()["paraplan.ir.machine.mesh.parse_placement"]
+    release_caches()
+    assert not any(SESSION.sizes().values())
+    assert parse_placement("S7") == S(7)
