@@ -4,7 +4,8 @@ In: JSON files of rows (device, sequence, model, degrees, what was measured). Ou
 pins, and the alternatives a user of that system would try, of which the fastest that fits counts.
 
 What follows from a source's text rather than from its rows' fields stands here: GPT rows are of Megatron-LM's model
-(`megatron_gpt`); the layers of a GPT pipeline are cut evenly, the embedding with the first stage and the head with the
+(`megatron_gpt`); a pipeline whose microbatches are not stated runs those of one sample, as all rows do that state them
+(Table 2 of Narayanan et al. 2021, Korthikanti et al. 2022, Llama 3); the layers of a GPT pipeline are cut evenly, the embedding with the first stage and the head with the
 last (Megatron-LM); the rows of Narayanan et al. 2021 have unsharded optimizers, and those that state their microbatch
 (their Table 2, whose ratio is that of the non-interleaved bubbles) are plain 1F1B, as is MT-NLG (Smith et al. 2022,
 section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao
@@ -140,9 +141,10 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
         pins |= {"pp": pp}
         one = again and ("microbatch" in row or "scheme" not in row)
         each = row.get("stages_per_rank", 1 if one else None)
-        free = pipelines(layers, pp, b // dp, each, int(row.get("microbatch", 0)))
+        free = pipelines(layers, pp, b // dp, each, int(row.get("microbatch", 1)))
     elif again:
-        free = (tuple({"microbatches": b // dp // size} for size in SAMPLES if b // dp % size == 0),)
+        samples = (int(row["microbatch"]),) if "microbatch" in row else SAMPLES
+        free = (tuple({"microbatches": b // dp // size} for size in samples if b // dp % size == 0),)
     if PRECISIONS[str(data["dtype"])] == "bf16":
         pins["reduce_dtype"] = "fp32"
     if "zero" not in pins and again:
@@ -174,21 +176,20 @@ def pipelines(
         batch: samples of one pipeline.
         stages_per_position: None for the choice: one; and where microbatches come in multiples of the positions, as
             Megatron-LM wants for interleaving, one layer a stage (at most `MOST_STAGES`).
-        microbatch: samples of one; 0 for the choice of `SAMPLES`.
+        microbatch: samples of one.
     """
-    sizes = [size for size in ((microbatch,) if microbatch else SAMPLES) if batch % size == 0]
     each = [stages_per_position or 1]
-    if stages_per_position is None and batch // sizes[0] % pp == 0:
+    if stages_per_position is None and batch // microbatch % pp == 0:
         each.insert(0, max(v for v in range(1, MOST_STAGES + 1) if layers % (pp * v) == 0))
     schedules: tuple[Pins, ...] = tuple(
         {"schedule": "interleaved" if v > 1 else "1f1b", "stages": even_layers(layers, pp * v)}
         for v in dict.fromkeys(each)
     )
-    return schedules, tuple({"microbatches": batch // size} for size in sizes)
+    return schedules, ({"microbatches": batch // microbatch},)
 
 
 SAMPLES = (1, 2, 4)
-"""Of a microbatch, where a source does not say."""
+"""Of a microbatch without a pipeline, where a source does not say."""
 OVERLAP = 4
 """Pieces tried at most, where a source says that tensor-parallel communication is overlapped (Transformer Engine's)."""
 
