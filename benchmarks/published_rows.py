@@ -5,15 +5,14 @@ pins, and the alternatives a user of that system would try, of which the fastest
 
 What follows from a source's text rather than from its rows' fields stands here: GPT rows are of Megatron-LM's model
 (`megatron_gpt`); a pipeline whose microbatches are not stated runs those of one sample, as all rows do that state them
-(Table 2 of Narayanan et al. 2021, Korthikanti et al. 2022, Llama 3); the layers of a GPT pipeline are cut evenly, the embedding with the first stage and the head with the
-last (Megatron-LM); the rows of Narayanan et al. 2021 have unsharded optimizers, and those that state their microbatch
-(their Table 2, whose ratio is that of the non-interleaved bubbles) are plain 1F1B, as is MT-NLG (Smith et al. 2022,
-section 3), and neither had sequence parallelism, which came later (Korthikanti et al. 2022), nor FlashAttention (Dao
-et al. 2022) or overlapped tensor parallelism; ZeRO-3 is DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit
-may wait on the host;
-products add up gradients of weights in Megatron-LM since 2022 (`gradient_accumulation_fusion`, by an author of
-Korthikanti et al.), and elsewhere additions do; it sums gradients of bfloat16 models in float32
-(`accumulate_allreduce_grads_in_fp32`, its arguments.py);
+(Table 2 of Narayanan et al. 2021, Korthikanti et al. 2022, Llama 3); the layers of a GPT pipeline are cut evenly, the
+embedding with the first stage and the head with the last (Megatron-LM); the rows of Narayanan et al. 2021 have
+unsharded optimizers, and those that state their microbatch (their Table 2, whose ratio is that of the non-interleaved
+bubbles) are plain 1F1B, as is MT-NLG (Smith et al. 2022, section 3), and neither had sequence parallelism, which came
+later (Korthikanti et al. 2022), nor FlashAttention (Dao et al. 2022) or overlapped tensor parallelism; ZeRO-3 is
+DeepSpeed's of 2021 (`ZERO3_PART_S`), where what does not fit may wait on the host; products add up gradients of weights
+in Megatron-LM since 2022 (`gradient_accumulation_fusion`, by an author of Korthikanti et al.), and elsewhere additions
+do; it sums gradients of bfloat16 models in float32 (`accumulate_allreduce_grads_in_fp32`, its arguments.py);
 both deal a causal sequence out so that ranks have alike work (torch's `context_parallel`; Llama Team 2024, 3.3.2);
 Llama 3 recomputed nothing that its authors count (Llama Team 2024, 3.3.2: "without activation checkpointing"), so what
 is tried is that, and kernels that are made again in passing (`cheap`);
