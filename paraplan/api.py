@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 _PARTS = {
+    "check_constraints": "paraplan.planner.contradictions",
     "capture_with_reads": "paraplan.capture.capture",
     "search_room": "paraplan.planner.fits",
     "Job": "paraplan.planner.assemble",
@@ -285,6 +286,7 @@ def compile(
     pins = from_keywords(Constraints, with_keywords(Constraints, constraints, options))
     asked = from_keywords(JobOptions, options)
     check_fields(asked)
+    _part("check_constraints")(pins, spec.num_devices)
     tell = asked.progress or (lambda text: None)
     times, warning = _profiled(asked, spec)
     tell(f"capturing {type(model).__name__}")

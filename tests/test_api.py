@@ -102,6 +102,13 @@ def test_executable_trains_on_one_process() -> None:
     torch.testing.assert_close(full["up.weight"], (model.up.weight - 0.1 * model.up.weight.grad).detach())  # type: ignore[operator]
 
 
+def test_choices_that_contradict_are_refused_before_capture() -> None:
+    told: list[str] = []
+    with pytest.raises(ConstraintError, match="dp=3 does not divide"):
+        planned(dp=3, progress=told.append)
+    assert not told
+
+
 def test_executable_refuses_what_the_plan_is_not_for() -> None:
     plan = planned(devices=1)
     with pytest.raises(PlanMismatchError, match=r"up.weight of shape \(32, 8\) where the plan has \(16, 8\)"):

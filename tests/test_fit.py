@@ -219,6 +219,31 @@ def test_a_loss_of_one_element_keeps_its_shape(shape: tuple[int, ...], named: bo
     torch.testing.assert_close(model.lin.weight.grad, twin.lin.weight.grad)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_loss_of_an_object_of_the_model_s_own_is_a_tensor(shape: tuple[int, ...]) -> None:
+    class Output:
+        def __init__(self, loss: Tensor, logits: Tensor) -> None:
+            self.loss, self.logits, self.temperature = loss, logits, 0.5
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Output:
+            logits = self.lin(x)
+            return Output(logits.square().mean().reshape(shape), logits)
+
+    model = Net().double()
+    twin, x = copy.deepcopy(model), torch.randn(8, 4).double()
+    ours, theirs = paraplan.fit(model, {"x": x}, memory="1GiB")(x=x), twin(x)
+    assert isinstance(ours, Output) and ours.temperature == 0.5 and ours.logits is None
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    ours.loss.backward()
+    theirs.loss.backward()
+    torch.testing.assert_close(model.lin.weight.grad, twin.lin.weight.grad)
+
+
 def test_without_gradients_a_plain_model_gives_its_own_output() -> None:
     """Of a model that returns no loss: training returns the loss, all else what the model returns."""
     torch.manual_seed(0)

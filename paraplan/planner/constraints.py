@@ -29,6 +29,7 @@ from paraplan.planner.placements import (
     check_updater,
     merged,
 )
+from paraplan.planner.schedules.named import NAMED
 
 PRESETS = ("none", "selective", "cheap", "alternate", "full", "full-early-stop")
 """Of a layer (an element of a list of modules): `none`: every activation is kept. `full`: its input alone is kept, and
@@ -190,7 +191,7 @@ class Constraints(Options, frozen=True, kw_only=True):
         PIPELINE, metavar="N|auto", parse=_parse_degree, check=_check_pp,
     )] = None  # fmt: skip
     schedule: Annotated[str | None, Option(
-        "With --pp: 1f1b (if not given), gpipe, interleaved, zb-h1, zb-v, hanayo, gems, chimera, or searched (the "
+        f"With --pp: 1f1b (if not given), {', '.join(name for name in NAMED if name != '1f1b')}, or searched (the "
         "shortest found).",
         'with pp, a name of `planner.schedules.named.NAMED`, or "searched" for the shortest found; None: "1f1b", '
         'or with pp "auto" the fastest named one.',

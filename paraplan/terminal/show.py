@@ -114,7 +114,7 @@ def _kind(row: KindRow) -> Table:
 
 
 def _kinds_in_words(told: Explanation) -> Table:
-    table = _table(">", "layers", "how they lie")
+    table = _table(">", "layers", "layouts")
     for rows in told.kinds:
         for row in rows:
             words: dict[str, list[str]] = {}

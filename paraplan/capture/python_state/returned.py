@@ -75,7 +75,7 @@ def returned_by(
         name = _only(loss, {name for name, _ in named_tensors(output)})
     if name is None:
         return Returned()
-    found = dict(named_tensors(output)).get(name)
+    found = dict(named_tensors(output)).get(name, getattr(output, name, None))
     return Returned(_template(output, ""), name, shape=() if found is None else tuple(found.shape))
 
 
@@ -96,7 +96,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Container:
-    """A mapping, sequence or dataclass that holds tensors somewhere."""
+    """A mapping, sequence or dataclass that holds tensors somewhere, or an object with tensors for attributes."""
 
     made: type
     keys: tuple[Any, ...]
@@ -107,7 +107,18 @@ def _template(value: Any, path: str) -> Any:
     if isinstance(value, Tensor):
         return _Slot(path or "output")
     found = [(key, _template(part, f"{path}.{key}" if path else str(key))) for key, part in _parts(value)]
+    if not found:
+        found = _attributes(value, path)
     return _Container(type(value), tuple(k for k, _ in found), tuple(p for _, p in found)) if found else value
+
+
+def _attributes(value: Any, path: str) -> list[tuple[str, Any]]:
+    """The attributes of an object that has tensors among them, those as slots; none of any other value."""
+    held = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    if not any(isinstance(each, Tensor) for each in held.values()):
+        return []
+    before = f"{path}." if path else ""
+    return [(name, _Slot(before + name) if isinstance(each, Tensor) else each) for name, each in held.items()]
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -130,4 +141,8 @@ def _filled(template: Any, found: Mapping[str, Tensor]) -> Any:
         return made(**named)
     if issubclass(made, Mapping):
         return OrderedDict(named) if issubclass(made, OrderedDict) else named
-    return made(parts)  # type: ignore[call-arg]
+    if issubclass(made, (tuple, list)):
+        return made(parts)
+    value = made.__new__(made)
+    value.__dict__.update(named)
+    return value

@@ -31,19 +31,20 @@ def places_note(
         return ()
     notes = []
     stored = _bytes_where(best.plan, lambda layouts: layouts.stored_tier)
-    if stored:
+    if stored and not all(place.params for place in constraints.places):
         said = " and ".join(f"{say_size(nbytes)} of parameters on the {tier}" for tier, nbytes in stored.items())
         others = [each for each in found if not _bytes_where(each.plan, lambda layouts: layouts.stored_tier)]
         notes.append(
             f"per device {said}, copied here a segment ahead of their use: "
             + _instead(best, others, failures, "keep parameters on the device")
         )
-    for tier in _bytes_where(best.plan, _filed):
+    in_memory = any(not is_in_files(place.states) for place in constraints.places)
+    for tier in _bytes_where(best.plan, _filed) if in_memory else ():
         others = [each for each in found if not _bytes_where(each.plan, _filed)]
         kept = f"keep all states in {TIERS[TIERS[tier].through].noun}'s memory"
         notes.append(f"optimizer states {TIERS[tier].where}: " + _instead(best, others, failures, kept))
     waiting = _bytes_where(best.plan, _waiting)
-    if waiting:
+    if waiting and not all(place.grads_wait for place in constraints.places):
         others = [each for each in found if not _bytes_where(each.plan, _waiting)]
         notes.append(
             f"gradients wait on {' and '.join(TIERS[tier].noun for tier in waiting)}: "

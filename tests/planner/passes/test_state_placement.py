@@ -100,6 +100,19 @@ def test_parameters_leave_where_nothing_else_fits_and_the_notes_say_so() -> None
         search(layers()[1], msgspec.structs.replace(pins, offload_states="either"))
 
 
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        {"place_states": "disk"},
+        {"place_params": "host"},
+        {"place_states": "disk", "place_grads": "disk", "update_on": "host"},
+    ],
+)
+def test_where_a_place_is_pinned_no_note_speaks_of_plans_without(pinned: dict[str, str]) -> None:
+    plan = search(layers()[1], Constraints(recompute="none", microbatches=1, **pinned)).plan  # type: ignore[arg-type]
+    assert not any("no plan was found" in note for note in plan.notes)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_what_was_chosen_runs_as_one_device_does(share: float) -> None:
     model, given, batch = layers()

@@ -44,6 +44,8 @@ def issued(case: Case, in_place: bool = False) -> tuple[list[torch.Tensor], list
 
 def test_every_collective_has_a_time_an_implementation_and_cases() -> None:
     assert set(TIMES_S) == set(IMPLEMENTATIONS) == set(COLLECTIVES) == {case.name for case in cases(2)}
+    changes = [record.change for record in COLLECTIVES.values() if record.change is not None]
+    assert len(changes) == len(set(changes)), "resharding finds a collective by its change of placement"
     for name, record in COLLECTIVES.items():
         assert (IMPLEMENTATIONS[name].start_in_place is not None) == record.in_place
         assert (len(signature(IMPLEMENTATIONS[name].start).parameters) > 4) == record.uneven
