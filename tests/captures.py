@@ -1,4 +1,5 @@
-"""Models of the zoo as programs, captured once a session, whichever process of it asks first.
+"""Programs that tests share: of models of the zoo, captured once a session, whichever process of it asks first, and
+of a file's own model, planned in many ways.
 
 Programs are frozen, so tests share them; models are not (`build` makes equal ones). What is tested of capture itself
 is captured anew.
@@ -9,8 +10,13 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
 
 from benchmarks.zoo import build
+from paraplan import api
 from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.program import Program
@@ -43,3 +49,23 @@ def program_of(name: str, dropout: float, precision: str = "fp64") -> Program:
 def _file(name: str) -> Path | None:
     folder = os.environ.get(FOLDER)
     return None if folder is None else Path(folder) / name
+
+
+_CAPTURED: dict[object, Any] = {}
+
+
+def compiled(model: nn.Module, cluster: str, **options: Any) -> api.Plan:
+    """`paraplan.compile`, all models of a class being equal: what differs in their plans alone is captured once."""
+    captured = api._captured
+
+    def known(given: nn.Module, asked: Any, apart: int) -> Any:
+        inputs = {name: (x.shape, x.dtype) for name, x in asked.example_inputs.items()}
+        asks = (asked.precision, asked.loss_fn, asked.loss, asked.batch_dims, asked.dynamic, apart)
+        key = (type(given), given.training, str(inputs), *map(repr, asks))
+        if key not in _CAPTURED:
+            _CAPTURED[key] = captured(given, asked, apart)
+        return _CAPTURED[key]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(api, "_captured", known)
+        return api.compile(model, cluster, **options)

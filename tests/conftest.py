@@ -34,6 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+LONG = frozenset({"golden", "whole", "jobs", "benchmarks", "planner", "documents"})
+"""Folders whose files take longest: begun first, so that no process ends the session alone with one of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files keep their tests together and in order."""
+    items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
+
+
 def pytest_collection_finish() -> None:
     """A million objects of modules and test cases stay: walking them again and again took a tenth of the suite."""
     gc.collect()
