@@ -60,8 +60,8 @@ def compiled(model: nn.Module, cluster: str, **options: Any) -> api.Plan:
 
     def known(given: nn.Module, asked: Any, apart: int) -> Any:
         inputs = {name: (x.shape, x.dtype) for name, x in asked.example_inputs.items()}
-        asks = (asked.precision, asked.loss_fn, asked.loss, asked.batch_dims, asked.dynamic, apart)
-        key = (type(given), given.training, str(inputs), *map(repr, asks))
+        asks = (asked.precision, asked.loss, asked.batch_dims, asked.dynamic, apart)
+        key = (type(given), given.training, str(inputs), asked.loss_fn, *map(repr, asks))
         if key not in _CAPTURED:
             _CAPTURED[key] = captured(given, asked, apart)
         return _CAPTURED[key]
