@@ -18,7 +18,7 @@ demo: $(VENV)/.stamp
 	$(PY) -m examples.demo
 
 test: $(VENV)/.stamp
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.stamp
 	$(VENV)/bin/ruff check .

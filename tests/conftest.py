@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +18,36 @@ from paraplan.capture import capture, run_program
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.process.garbage import RARELY
 from paraplan.planner.assemble import Job
+from tests.captures import FOLDER
 
 torch.set_num_threads(1)
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: there is no device to compile for
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder of captured programs for all processes of the session."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.mkdtemp(prefix="paraplan-captures-")
+        os.environ[FOLDER] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+LONG = frozenset({"golden", "whole", "jobs", "benchmarks", "planner", "documents"})
+"""Folders whose files take longest: begun first, so that no process ends the session alone with one of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files keep their tests together and in order."""
+    items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of modules and test cases stay: walking them again and again took a tenth of the suite."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*RARELY)
 
 
 @dataclass(frozen=True)

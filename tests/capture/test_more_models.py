@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo import build
 from examples.models.lstm import factory
 from paraplan.capture import capture, run_program
 from paraplan.capture.rewriting import moments
@@ -16,11 +15,11 @@ from paraplan.kernels import expert_kernels
 from paraplan.rules.strategies import op_strategies
 from paraplan.rules.time_axis import program_micro
 from paraplan.rules.workspace import expert_workspace
+from tests.captures import program_of
 
 
 def captured(name: str) -> Program:
-    small = build(name, 0.0)
-    return capture(small.model, small.batch, precision="fp64")
+    return program_of(name, 0.0)
 
 
 def test_steps_of_a_recurrence_are_one_kind() -> None:

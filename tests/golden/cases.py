@@ -15,6 +15,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
+from tests.captures import program_of
 
 RANDOM = {f"{name} random {seed}": (name, seed) for at, name in enumerate(NAMES) for seed in (at, at + 30)}
 SEARCHED: dict[str, tuple[str, str, int, Constraints]] = {
@@ -88,10 +89,11 @@ def plan_of(case: str) -> Plan:
 
 @functools.cache
 def _captured(name: str, dropout: float, precision: str) -> Program:
+    if precision == "fp64":
+        return program_of(name, dropout)
     small = build(name, dropout)
     batch = {key: x.float() if x.is_floating_point() else x for key, x in small.batch.items()}
-    given = small.batch if precision == "fp64" else batch
-    return capture(small.model, given, loss_fn=small.loss_fn, precision=precision, batch_dims=small.batch_dims)
+    return capture(small.model, batch, loss_fn=small.loss_fn, precision=precision, batch_dims=small.batch_dims)
 
 
 def _job(name: str, program: Program, devices: int) -> Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import FAULT, certified
@@ -68,9 +70,13 @@ class Model(nn.Module):
         return x.square().mean()
 
 
+@cache
+def program(fused: bool, layers: int) -> Program:
+    return capture(Model(fused, layers).double(), {"x": torch.randn(4, 16, 16).double()}, precision="fp64")
+
+
 def job(fused: bool = True, layers: int = 2, cluster: str = "local:4") -> Job:
-    program = capture(Model(fused, layers).double(), {"x": torch.randn(4, 16, 16).double()}, precision="fp64")
-    return Job(program, parse_cluster(cluster), OPTIMIZERS["sgd"], ModelRef(display="model"), {})
+    return Job(program(fused, layers), parse_cluster(cluster), OPTIMIZERS["sgd"], ModelRef(display="model"), {})
 
 
 @pytest.mark.parametrize("fused", [True, False])

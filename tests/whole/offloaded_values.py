@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import build
-from paraplan.capture import capture
 from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
 from paraplan.ir.execution.rank_program import RankProgram
@@ -21,6 +20,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import program_of
 from tests.numerics import relative_error
 
 PINS = {"tp": Constraints(tp=2), "zero3": Constraints(dp=2, zero=3, microbatches=2)}
@@ -39,8 +39,8 @@ class Case:
 
 @cache
 def case(name: str) -> Case:
-    small = build(name, 0.1 if name == "gpt2" else 0.0)
-    program = capture(small.model, small.batch, precision="fp64")
+    dropout = 0.1 if name == "gpt2" else 0.0
+    small, program = build(name, dropout), program_of(name, dropout)
     tensors = dict(small.model.named_parameters(remove_duplicate=False))
     params = {key: tensors[key].detach() for key in program.params}
     loss, grads, _ = run_step(program, params, dict(small.model.named_buffers()), small.batch, 0)

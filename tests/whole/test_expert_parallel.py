@@ -42,6 +42,7 @@ from paraplan.planner.sharding import pins
 from paraplan.rules.expansions.route import expected_rows
 from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.transport.launch import spawn_local
+from tests.captures import program_of
 from tests.numerics import relative_error
 from tests.told import assert_told
 
@@ -52,8 +53,7 @@ PRODUCTS = ("aten.bmm.default", "paraplan.experts", "paraplan.experts_grad")
 @cache
 def captured(name: str) -> tuple[Small, Program, StepResult]:
     """A model, its program, and one step of it on one device."""
-    small = build(name, 0.0)
-    program = capture(small.model, small.batch, precision="fp64")
+    small, program = build(name, 0.0), program_of(name, 0.0)
     tensors = dict(small.model.named_parameters(remove_duplicate=False))
     params = {key: tensors[key].detach() for key in program.params}
     buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}

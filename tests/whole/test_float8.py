@@ -25,6 +25,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import compiled
 
 VOCABULARY, WIDTH, BATCH, SEQUENCE = 48, 32, 8, 6
 
@@ -129,7 +130,7 @@ def test_odd_layers_and_other_precisions_stay() -> None:
 )
 def test_data_parallel_losses_are_those_of_one_device(pins: dict[str, Any], devices: int) -> None:
     """Scales are maxima over all ranks, so every product sees the numbers it sees on one device."""
-    plan = pp.compile(net(), f"local:{devices}", example_inputs=batch(), precision="fp8", **pins)
+    plan = compiled(net(), f"local:{devices}", example_inputs=batch(), precision="fp8", **pins)
     loss, grad = compare(plan.data)
     assert loss < 1e-6, "the sum over ranks alone is in another order"
     assert grad < 4e-2, "sums over ranks are of bfloat16"
@@ -146,7 +147,7 @@ def test_data_parallel_losses_are_those_of_one_device(pins: dict[str, Any], devi
     ids=str,
 )
 def test_other_ways_differ_by_roundings(pins: dict[str, Any], devices: int) -> None:
-    plan = pp.compile(net(), f"local:{devices}", example_inputs=batch(), precision="fp8", **pins)
+    plan = compiled(net(), f"local:{devices}", example_inputs=batch(), precision="fp8", **pins)
     loss, grad = compare(plan.data)
     assert loss < 2e-3 and grad < 2e-1
 
@@ -208,7 +209,7 @@ def same_bits(plan: Plan, model: nn.Module) -> tuple[list[str], list[str]]:
     ids=str,
 )  # fmt: skip
 def test_weights_cast_once_a_step_change_no_bit(pins: dict[str, Any], devices: int) -> None:
-    plan = pp.compile(net(), f"local:{devices}", example_inputs=batch(), precision="fp8", **pins).data
+    plan = compiled(net(), f"local:{devices}", example_inputs=batch(), precision="fp8", **pins).data
     each, once = same_bits(plan, net())
     weights, uses = len([name for name in once if name.endswith("_cast_both")]), each.count("paraplan.float8_cast")
     inputs = each.count("paraplan.float8_cast_both")

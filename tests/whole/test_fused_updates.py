@@ -22,6 +22,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import ParamLayouts
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import compiled
 from tests.numerics import relative_error
 
 STEPS = 3
@@ -72,7 +73,7 @@ GAPS = ("columns", "padded")
 def planned(how: str, optimizer: str = "adamw") -> Plan:
     options = PLANS[how]
     cluster = "local:2" if "mesh" in options else "local:1"
-    return paraplan.compile(Turned(), cluster, example_inputs=BATCH, optimizer=optimizer, **options)
+    return compiled(Turned(), cluster, example_inputs=BATCH, optimizer=optimizer, **options)
 
 
 @cache

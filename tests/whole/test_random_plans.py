@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.zoo import NAMES, build
 from benchmarks.zoo.vision import WITHOUT_DROPOUT
-from paraplan.capture import capture
 from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
@@ -21,6 +20,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import program_of
 from tests.liveness import left_alive
 from tests.numerics import relative_error
 
@@ -39,7 +39,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "dropout"), CASES)
 def test_random_plans(name: str, dropout: float) -> None:
     small = build(name, dropout)
-    program = capture(small.model, small.batch, precision="fp64")
+    program = program_of(name, dropout)
     tensors = dict(small.model.named_parameters(remove_duplicate=False))
     params = {key: tensors[key].detach() for key in program.params}
     buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}

@@ -27,6 +27,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import compiled
 
 
 class Net(nn.Module):
@@ -55,8 +56,8 @@ def batch(step: int = 0) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 16, generator=draw), "y": torch.randint(0, 16, (8,), generator=draw)}
 
 
-def compiled(devices: int, precision: str, reduce_dtype: str | None, **pins: Any) -> pp.Plan:
-    return pp.compile(
+def planned(devices: int, precision: str, reduce_dtype: str | None, **pins: Any) -> pp.Plan:
+    return compiled(
         net(), f"local:{devices}", example_inputs=batch(), precision=precision, reduce_dtype=reduce_dtype, **pins
     )
 
@@ -106,7 +107,7 @@ def test_gradients_cross_in_the_dtype_asked_for(
     precision: str, reduce_dtype: str | None, pins: dict[str, int], wanted: dict[str, set[str]]
 ) -> None:
     """And every rank does what was predicted."""
-    plan = compiled(2, precision, reduce_dtype, dp=2, **pins)
+    plan = planned(2, precision, reduce_dtype, dp=2, **pins)
     assert summed_in(plan.programs) == wanted
     assert plan.certificate is not None and plan.certificate.bound_s <= plan.prediction.step_s
     trainer, single = trainer_of(plan.data, plan.programs), Captured(plan.data, net(), adamw, 0)
@@ -123,7 +124,7 @@ def test_gradients_cross_in_the_dtype_asked_for(
 def test_a_gradient_that_is_all_of_the_sum_is_reduced_as_it_was_made() -> None:
     """No cast to float32 and back; what is added up is, and microbatches add up in float32."""
     for microbatches, held in ((1, {BF16, FP32}), (2, {FP32})):
-        program = compiled(2, "bf16", "bf16", dp=2, zero=1, microbatches=microbatches).programs[0]
+        program = planned(2, "bf16", "bf16", dp=2, zero=1, microbatches=microbatches).programs[0]
         walk, dtypes = MemoryWalk(program), {}
         for step in program.steps:
             memory = walk.advance(step)
@@ -170,7 +171,7 @@ def test_random_plans(precision: str, reduce_dtype: str, seed: int) -> None:
 )  # fmt: skip
 def test_in_pipelines_and_with_states_away(pins: dict[str, Any], reduce_dtype: str) -> None:
     """Weight gradients apart from input gradients, gradients that leave once reduced: as predicted, as on one."""
-    plan = compiled(pins["dp"] * pins.get("pp", 1), "bf16", reduce_dtype, **pins)
+    plan = planned(pins["dp"] * pins.get("pp", 1), "bf16", reduce_dtype, **pins)
     assert set().union(*summed_in(plan.programs).values()) == {FP32 if reduce_dtype == "fp32" else BF16}
     trainer, single = trainer_of(plan.data, plan.programs), Captured(plan.data, net(), adamw, 0)
     loss, (expected, _) = float(trainer.step(batch())), single.step(batch(), None)
@@ -184,7 +185,7 @@ def test_in_pipelines_and_with_states_away(pins: dict[str, Any], reduce_dtype: s
 @pytest.mark.parametrize("pins", [{"dp": 4, "zero": 2}, {"dp": 4, "zero": 0}], ids=str)
 def test_training_follows_one_device(reduce_dtype: str, pins: dict[str, int]) -> None:
     """Twelve steps, each from where the one before led: the loss stays within 2 % of a single device's."""
-    plan = compiled(4, "bf16", reduce_dtype, microbatches=2, **pins)
+    plan = planned(4, "bf16", reduce_dtype, microbatches=2, **pins)
     trainer, single = trainer_of(plan.data, plan.programs), Captured(plan.data, net(), adamw, 0)
     losses = []
     for _ in range(12):
@@ -228,17 +229,17 @@ def test_bytes_on_the_wire_are_priced(zero: int, where: str) -> None:
 
 def test_the_check_knows_of_it() -> None:
     """fp16 reduced in bfloat16 is off by that dtype's roundings, which the check of fp16 alone refuses."""
-    plan = compiled(4, "fp16", "bf16", dp=4, zero=2)
+    plan = planned(4, "fp16", "bf16", dp=4, zero=2)
     assert "largest error" in plan.check(net(), [batch(0), batch(1)])
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
     for precision in ("fp32", "fp64"):
         with pytest.raises(ConstraintError, match=f"reduce_dtype='bf16' .* precision='{precision}' sums them as they"):
-            compiled(2, precision, "bf16", dp=2)
+            planned(2, precision, "bf16", dp=2)
     with pytest.raises(ConstraintError, match="reduce_dtype='fp16': one of fp32, bf16"):
-        compiled(2, "bf16", "fp16", dp=2)
-    plan = compiled(2, "bf16", "fp32", dp=2, zero=2)
+        planned(2, "bf16", "fp16", dp=2)
+    plan = planned(2, "bf16", "fp32", dp=2, zero=2)
     assert plan.data.reduce_dtype == "fp32"
     with pytest.raises(InvalidPlanError, match="reduce_dtype is 'int8'"):
         verify_plan(msgspec.structs.replace(plan.data, reduce_dtype="int8"))

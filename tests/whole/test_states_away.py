@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,12 +36,16 @@ def batches() -> list[Batch]:
     return [{"input": torch.randn(8, 12, dtype=torch.float64), "y": torch.randint(0, 10, (8,))} for _ in range(3)]
 
 
-def executable(states: str, optimizer: str = "adamw", **options: Any) -> Any:
-    plan = pp.compile(
+@cache
+def planned(states: str, optimizer: str) -> pp.Plan:
+    return pp.compile(
         model(), "local:1", example_inputs=batches()[0], loss_fn=loss_of, precision="fp64", offload_states=states,
         optimizer=optimizer,
     )  # fmt: skip
-    return plan.executable(model(), **options)
+
+
+def executable(states: str, optimizer: str = "adamw", **options: Any) -> Any:
+    return planned(states, optimizer).executable(model(), **options)
 
 
 def as_in_eager(states: str, optimizer: str, loop: Loop) -> None:

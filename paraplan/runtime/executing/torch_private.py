@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,14 +70,11 @@ def function_modes() -> list[str]:
     return [kind.__qualname__ for kind in kinds if kind.__module__.split(".")[0] != "torch"]
 
 
-def storage_of(tensor: Tensor) -> UntypedStorage:
-    """The storage behind a tensor."""
-    return tensor.untyped_storage()
+storage_of: Callable[[Tensor], UntypedStorage] = Tensor.untyped_storage
+"""The storage behind a tensor."""
 
-
-def storage_key(storage: UntypedStorage) -> int:
-    """A number no other living storage has."""
-    return int(storage._cdata)
+storage_key: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+"""A number no other living storage has."""
 
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:

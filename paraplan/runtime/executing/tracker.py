@@ -53,13 +53,18 @@ class Ledger:
 
     def _book(self, key: int, thing: Any, nbytes: int) -> None:
         self._alive[key] = (nbytes, weakref.ref(thing, partial(self._died, key)))
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.window_bytes = max(self.window_bytes, self.live_bytes)
+        self.live_bytes = live_bytes = self.live_bytes + nbytes
+        if live_bytes > self.window_bytes:
+            self.window_bytes = live_bytes
+        if live_bytes > self.peak_bytes:
+            self.peak_bytes = live_bytes
 
     def register_all(self, result: Any) -> None:
         """Book every tensor of an op's result, here or away."""
-        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+        if isinstance(result, Tensor):
+            self.register(result)
+            return
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.register(leaf)
             elif isinstance(leaf, TierTensor):

@@ -9,8 +9,6 @@ from collections import Counter
 import msgspec
 import pytest
 
-from benchmarks.zoo import build
-from paraplan.capture import capture
 from paraplan.cost_models.constants import CUDA_BLOCK_BYTES
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
@@ -28,14 +26,13 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
+from tests.captures import program_of
 from tests.lowering.memory_orders import ordered, random_schedule, with_copies
 from tests.runtime.pipelines import cut, pipeline_of
 
 
-@functools.cache
 def program(name: str) -> Program:
-    small = build(name, 0.1 if name == "gpt2" else 0.0)
-    return capture(small.model, small.batch, precision="fp64")
+    return program_of(name, 0.1 if name == "gpt2" else 0.0)
 
 
 @functools.cache

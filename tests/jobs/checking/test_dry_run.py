@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import msgspec
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.attentions import ATTENTIONS, Stack
-from benchmarks.zoo import build
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import CodegenError
@@ -28,6 +26,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.rules.device_kernels.kernel_counts import launch_count
 from paraplan.rules.layers.float8 import filled
+from tests.captures import program_of
 
 pytest.importorskip("triton")
 ADAMW = OPTIMIZERS["adamw"]
@@ -35,11 +34,8 @@ UNCOUNTED = {"paraplan.stack", "paraplan.unstack"}
 """Padded layouts launch by their padding."""
 
 
-@functools.cache
 def _program(name: str, precision: str = "bf16") -> Program:
-    small = build(name, 0.1)
-    batch = {key: x.float() if x.is_floating_point() else x for key, x in small.batch.items()}
-    return capture(small.model.float(), batch, loss_fn=small.loss_fn, precision=precision, batch_dims=small.batch_dims)
+    return program_of(name, 0.1, precision)
 
 
 def _programs(program: Program, seeds: tuple[int, ...] = (1,)) -> Iterator[RankProgram]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from paraplan.ir.execution import names
 from paraplan.ir.execution.names import Role
 from paraplan.ir.execution.rank_program import WRITE_MANY, RankProgram, Step, StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.jobs.checking.dry_run import dry_run
 from paraplan.lowering import implement, lower
@@ -50,10 +52,14 @@ class Deep(nn.Module):
         return self.last(self.layers(x)).square().mean()
 
 
+@cache
+def _program(model: type[nn.Module]) -> Program:
+    return capture(model().train(), {"x": torch.randn(8, 8)}, precision="bf16")
+
+
 def _planned(cluster: str, model: type[nn.Module] = Model, **constraints: object) -> Plan:
-    program = capture(model().train(), {"x": torch.randn(8, 8)}, precision="bf16")
     of = ClusterSpec.local(1) if cluster == "local:1" else parse_cluster(cluster)
-    job = Job(program, of, OPTIMIZERS["adamw"], ModelRef(display="model"), {})
+    job = Job(_program(model), of, OPTIMIZERS["adamw"], ModelRef(display="model"), {})
     return search(job, Constraints(**constraints)).plan  # type: ignore[arg-type]
 
 

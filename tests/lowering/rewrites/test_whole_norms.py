@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.execution.rank_program import Block, Instr, LocalValue, RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.lowering import implement, lower
 from paraplan.lowering.blocks.finish import with_frees
@@ -43,11 +45,15 @@ class Model(nn.Module):
         return y.square().mean()
 
 
+@cache
+def _program(precision: str) -> Program:
+    return capture(Model().train(), {"x": torch.randn(8, 4, 6, 6)}, precision=precision)
+
+
 def _planned(
     cluster: ClusterSpec, precision: str, certify: bool = False, reduce_dtype: str = "", **constraints: Any
 ) -> Plan:
-    program = capture(Model().train(), {"x": torch.randn(8, 4, 6, 6)}, precision=precision)
-    job = Job(program, cluster, OPTIMIZERS["sgd"], ModelRef(display="model"), {}, reduce_dtype=reduce_dtype)
+    job = Job(_program(precision), cluster, OPTIMIZERS["sgd"], ModelRef(display="model"), {}, reduce_dtype=reduce_dtype)
     return search(job, Constraints(**constraints), certify=certify).plan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.execution.rank_program import CAST_MANY, SUMMED, Block, RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.jobs.checking.dry_run import dry_run
 from paraplan.jobs.measuring.local_ops import whole_plan
@@ -52,10 +54,14 @@ class Model(nn.Module):
         return (self.twice(x) + self.twice(torch.tanh(x))).square().mean()
 
 
+@cache
+def captured(precision: str) -> Program:
+    return capture(Model(), {"x": torch.randn(8, 8)}, precision=precision)
+
+
 def planned(cluster: str, precision: str) -> Plan:
-    program = capture(Model(), {"x": torch.randn(8, 8)}, precision=precision)
     of = ClusterSpec.local(1) if cluster == "local:1" else parse_cluster(cluster)
-    return whole_plan(program, of, OPTIMIZERS["adamw"])
+    return whole_plan(captured(precision), of, OPTIMIZERS["adamw"])
 
 
 def _counted(rank: RankProgram) -> Counter[str]:

@@ -7,7 +7,6 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.zoo import build
-from paraplan.capture import capture
 from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import plan_costs, simulate_plan
@@ -24,6 +23,7 @@ from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import program_of
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)
@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 )  # fmt: skip
 def test_a_planned_schedule_runs_as_priced(name: str, microbatches: int, shares: tuple[float, ...]) -> None:
     small = build(name, 0.1)
-    program = capture(small.model, small.batch, precision="fp64")
+    program = program_of(name, 0.1)
     job = Job(program, ClusterSpec.local(1), OPTIMIZERS["sgd"], ModelRef(display=name), {})
     plan = search(job, Constraints(mesh=(1,), microbatches=microbatches)).plan
     problem = flatten(lower(plan)[0], plan_costs(plan)[0]).problem

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.zoo import build
-from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import plan_costs, simulate_plan
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
@@ -16,6 +14,7 @@ from paraplan.planner.memory.flatten import flatten
 from paraplan.planner.memory.memory_schedule import evaluate, freeing
 from paraplan.planner.memory.problem import verify_problem
 from paraplan.planner.search import search
+from tests.captures import program_of
 
 
 @pytest.mark.parametrize(
@@ -23,14 +22,7 @@ from paraplan.planner.search import search
     [("mlp", 1), ("bert", 2), ("gpt2", 1), ("resnet", 1), ("unet", 1), ("gpt2_lora", 2)],
 )
 def test_its_own_order_is_the_simulators(name: str, microbatches: int) -> None:
-    small = build(name, 0.1)
-    job = Job(
-        capture(small.model, small.batch, precision="fp64"),
-        parse_cluster("1xH100"),
-        OPTIMIZERS["adamw"],
-        ModelRef(display=name),
-        {},
-    )
+    job = Job(program_of(name, 0.1), parse_cluster("1xH100"), OPTIMIZERS["adamw"], ModelRef(display=name), {})
     plan = search(job, Constraints(mesh=(1,), microbatches=microbatches)).plan
     programs = lower(plan)
     trace = simulate_plan(plan, programs).traces[0]

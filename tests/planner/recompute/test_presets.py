@@ -27,6 +27,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.recompute.presets import layered, preset_fates
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import program_of
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)
@@ -37,7 +38,7 @@ class _Case:
 
     def __init__(self, name: str, dropout: float = 0.1) -> None:
         self.small = build(name, dropout)
-        self.program = capture(self.small.model, self.small.batch, precision="fp64")
+        self.program = program_of(name, dropout)
         self.wanted = self.step(self.program)
 
     def step(self, program: Program) -> StepResult:

@@ -19,6 +19,7 @@ from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError, CostModelError, InfeasibleError, SolverLimitError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
@@ -27,6 +28,7 @@ from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
 from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import program_of
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)
@@ -46,9 +48,8 @@ class Residual(nn.Module):
         return F.mse_loss(x, y)
 
 
-def given(small: Small):  # type: ignore[no-untyped-def]
+def given(small: Small, program: Program):  # type: ignore[no-untyped-def]
     """A model and its program, what a step of it gives, and the plan with nothing pinned."""
-    program = capture(small.model, small.batch, precision="fp64")
     tensors = dict(small.model.named_parameters(remove_duplicate=False))
     params = {key: tensors[key].detach() for key in program.params}
     buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}
@@ -59,14 +60,15 @@ def given(small: Small):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="module")
 def gpt2():  # type: ignore[no-untyped-def]
-    return given(build("gpt2", 0.1))
+    return given(build("gpt2", 0.1), program_of("gpt2", 0.1))
 
 
 @pytest.fixture(scope="module")
 def residual():  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     x, y = (torch.randn(256, 8, dtype=torch.float64) for _ in range(2))
-    return given(Small("residual", Residual().double().train(), {"x": x, "y": y}))
+    small = Small("residual", Residual().double().train(), {"x": x, "y": y})
+    return given(small, capture(small.model, small.batch, precision="fp64"))
 
 
 def job_of(program, ranks: int) -> Job:  # type: ignore[no-untyped-def]

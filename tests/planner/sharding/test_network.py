@@ -192,7 +192,8 @@ def test_readers_in_parts_keep_the_optimum_and_its_bounds(monkeypatch: pytest.Mo
 def test_many_readers_of_many_layouts_take_no_more_groupings_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen readers, which have ten thousand million groupings, of thirteen layouts."""
     asked: list[int] = []
-    monkeypatch.setattr(message_passing, "groupings", lambda count: (asked.append(count), groupings(count))[1])
+    split = message_passing._split
+    monkeypatch.setattr(message_passing, "_split", lambda count, mine: (asked.append(count), split(count, mine))[1])
     rng = np.random.default_rng(0)
     readers, layouts = 16, 13
     moved = rng.random((layouts, layouts, STREAMS))

@@ -25,6 +25,7 @@ from paraplan.runtime.executing.graphs import ReplayedSteps, refuse_graphs
 from paraplan.runtime.executing.tracker import Ledger, Tracker
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.trainer import Trainer
+from tests.captures import compiled
 
 ROWS, STEPS = 6, 7
 READ_ON_CPU = ("_local_scalar_dense",)  # ids and labels are looked at there, on a device they are not
@@ -65,7 +66,7 @@ def batches(rows: int = ROWS) -> Iterator[dict[str, Tensor]]:
 def planned(cls: type[nn.Module] = Net, **options: Any) -> tuple[Plan, nn.Module]:
     torch.manual_seed(0)
     model = cls().train()
-    return pp.compile(model, "local:1", example_inputs=next(batches()), mesh=(1,), **options), model
+    return compiled(model, "local:1", example_inputs=next(batches()), mesh=(1,), **options), model
 
 
 def started(plan: Plan, model: nn.Module, graphs: bool, **options: Any) -> tuple[Trainer, torch.optim.Optimizer]:

@@ -27,6 +27,7 @@ from paraplan.runtime.executing.torch_private import TorchDispatchMode, tree_lea
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport import collectives, row_counts
 from paraplan.runtime.transport.distributed import DistributedTransport
+from tests.captures import program_of
 
 pytest.importorskip("triton")
 READS = {
@@ -94,8 +95,7 @@ def _trained(name: str, precision: str, steps: int = 2) -> list[tuple[str, str]]
     small = build(name, 0.1)
     batch = {key: x.float() if x.is_floating_point() else x for key, x in small.batch.items()}
     model: nn.Module = small.model.float()
-    program = capture(model, batch, loss_fn=small.loss_fn, precision=precision, batch_dims=small.batch_dims)
-    plan = whole_plan(program, parse_cluster("1xH100"), OPTIMIZERS["adamw"])
+    plan = whole_plan(program_of(name, 0.1, precision), parse_cluster("1xH100"), OPTIMIZERS["adamw"])
     programs = lower(plan)
     waits = Waits()
     with pretended():

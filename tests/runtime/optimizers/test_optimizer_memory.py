@@ -18,6 +18,7 @@ from paraplan.ir.plan import OPTIMIZERS
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 from paraplan.lowering import lower
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import compiled
 
 BATCH = {"x": torch.randn(8, 16), "y": torch.arange(8) % 3}
 
@@ -37,7 +38,7 @@ class Deep(nn.Module):
 
 def planned(optimizer: str, states: str | None) -> Plan:
     how = {} if states is None else {"offload_states": states}
-    return paraplan.compile(Deep(), "local:2", example_inputs=BATCH, optimizer=optimizer, mesh=(2,), **how)
+    return compiled(Deep(), "local:2", example_inputs=BATCH, optimizer=optimizer, mesh=(2,), **how)
 
 
 @pytest.mark.parametrize("states", [None, "all-fetched", "fetched-grads"])

@@ -69,21 +69,54 @@ def maxima_of_sets(values: Floats) -> Floats:
     return found
 
 
+class _Split:
+    """How the groupings of some readers are evaluated, for all layouts or given that of one reader.
+
+    Attributes:
+        sums: (group, its readers but the last, the last) of every group of two or more, smaller ones first.
+        others, own: the groups without the reader, and with it.
+        groupings: of each of `own` (of all together, where no reader is given), the groupings beside it, as places in
+            `others`.
+    """
+
+    def __init__(self, count: int, mine: int) -> None:
+        every = groupings(count)
+        groups = sorted({group for each in every for group in each}, key=lambda group: (len(group), group))
+        number = {group: at for at, group in enumerate(groups)}  # those of one reader come first
+        self.sums = tuple((number[group], number[group[:-1]], group[-1]) for group in groups if len(group) > 1)
+        self.size = len(groups)
+        self.others = [number[group] for group in groups if mine not in group]
+        self.own = [number[group] for group in groups if mine in group]
+        place = {groups[at]: index for index, at in enumerate(self.others)}
+        beside: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for each in every:
+            taken = next((group for group in each if mine in group), ())
+            beside.setdefault(taken, []).append(tuple(place[group] for group in each if group is not taken))
+        self.groupings = [beside[groups[at]] for at in self.own] or list(beside.values())
+
+
+_split = lru_cache(maxsize=64)(_Split)
+
+
 def _over_groupings(cost: Floats, messages: Sequence[Floats], mine: int = -1, rest: Floats | float = 0.0) -> Floats:
     """[have] the least that readers cost, messages taken away, or, `rest` being what else each layout of the source
     costs, [want] the least of all given the layout of one reader."""
-    found: list[Floats] = []
-    costs: dict[tuple[int, ...], Floats] = {}
-    minima: dict[tuple[int, ...], Floats] = {}
-    for groups in groupings(len(messages)):
-        for group in groups:
-            if group not in costs:
-                costs[group] = cost - sum(messages[reader] for reader in group)
-                minima[group] = np.minimum.reduce(costs[group], axis=1)
-        own = next((group for group in groups if mine in group), None)
-        others = np.asarray(sum((minima[group] for group in groups if group is not own), rest))
-        found.append(others if own is None else np.minimum.reduce(costs[own] + others[:, None], axis=0))
-    return np.asarray(np.minimum.reduce(found))
+    count, split = len(messages), _split(len(messages), mine)
+    sums = np.empty((split.size, cost.shape[1]))
+    for reader, message in enumerate(messages):
+        sums[reader] = message
+    for group, first, last in split.sums:
+        np.add(sums[first], messages[last], out=sums[group])
+    minima: Sequence[Floats] = ()
+    if count > 1 or mine < 0:
+        minima = list(np.minimum.reduce(cost - sums[split.others, None], axis=2))
+    found = []
+    for beside in split.groupings:
+        least = [sum((minima[group] for group in each), rest) for each in beside]
+        found.append(least[0] if len(least) == 1 else np.minimum.reduce(np.array(least)))
+    if mine < 0:
+        return np.asarray(found[0])
+    return np.asarray(np.minimum.reduce((cost - sums[split.own, None]) + np.array(found)[:, :, None], axis=(0, 1)))
 
 
 class _Factor:
@@ -178,6 +211,8 @@ class _Factor:
             return self.opposite(place) - m[place]
         if self._asked is not None:
             return self._marginal_over_sets(self._asked, place, m)
+        if len(self.parts) == 1 and place:
+            return _over_groupings(self._share, m[1:], place - 1, -m[0])
         mine = next((part for part in self.parts if place - 1 in part), None)
         rest = sum(
             (_over_groupings(self._share, [m[1 + r] for r in part]) for part in self.parts if part is not mine), -m[0]
