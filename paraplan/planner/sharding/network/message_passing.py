@@ -95,7 +95,7 @@ class _Split:
         self.groupings = [beside[groups[at]] for at in self.own] or list(beside.values())
 
 
-_split = lru_cache(maxsize=64)(_Split)
+_split = SESSION.cached(64)(_Split)
 
 
 def _over_groupings(cost: Floats, messages: Sequence[Floats], mine: int = -1, rest: Floats | float = 0.0) -> Floats:
