@@ -28,12 +28,12 @@ from paraplan.planner.constraints import AUTO, Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, check_time_limit
 from paraplan.planner.deadline import FLOOR, Deadline
 from paraplan.planner.failures import Failure, failure, not_tried
+from paraplan.planner.joint.search_joint import search_joint
 from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.leanest import what_would_do
 from paraplan.planner.passes.op_by_op import solve_op_by_op
 from paraplan.planner.passes.placement_note import places_note
 from paraplan.planner.passes.quickened import by_places, placed, quickened
-from paraplan.planner.pipeline.degrees import search_degrees
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.microbatches import (
     MOST_ORDERED,
@@ -175,7 +175,7 @@ def _pipeline(job: Job, constraints: Constraints, deadline: Deadline, progress: 
 
     def planned(pinned: Constraints) -> Plan:
         if pinned.pp == AUTO:
-            return search_degrees(job, pinned, shardings, one_stage, progress, deadline)
+            return search_joint(job, pinned, shardings, one_stage, progress, deadline)
         return search_pipeline(job, pinned, shardings)
 
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))

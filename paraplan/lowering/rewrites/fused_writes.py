@@ -36,19 +36,27 @@ def write_together(program: RankProgram) -> RankProgram:
     steps: list[Step] = []
     blocks = dict(program.blocks)
     run: list[Step] = []
+    overwritten: set[Name] = set()
+    touched: set[Name] = set()
 
     def end() -> None:
         steps.extend(_joined(run, blocks))
-        run.clear()
+        for of in (run, overwritten, touched):
+            of.clear()
 
     for step in program.steps:
         pair = _pair(program, step)
-        if pair is None or (run and not _follows(blocks, run, step)):
-            end()
         if pair is None:
+            end()
             steps.append(step)
-        else:
-            run.append(step)
+            continue
+        over, value = _written(blocks, step)
+        alike = not run or (_place(step), over.role) == (_place(run[0]), _written(blocks, run[0])[0].role)
+        if not alike or over in touched or value in overwritten:
+            end()
+        run.append(step)
+        overwritten.add(over)
+        touched.update((over, value))
     end()
     if len(steps) == len(program.steps):
         return program
@@ -77,16 +85,9 @@ def _written(blocks: Mapping[str, Block], step: Step) -> tuple[Name, Name]:
     return over, value
 
 
-def _follows(blocks: Mapping[str, Block], run: Sequence[Step], step: Step) -> bool:
-    """Whether a write touches nothing that those before it overwrite, nor overwrites what they read."""
-    first = run[0]
-    if (step.action, step.microbatch, step.segment) != (first.action, first.microbatch, first.segment):
-        return False
-    over, value = _written(blocks, step)
-    before = [_written(blocks, each) for each in run]
-    if over.role is not before[0][0].role:  # a fitted step tells buffers from parameters
-        return False
-    return all(over not in each and value != each[0] for each in before)
+def _place(step: Step) -> tuple[str, int, int]:
+    """What writes that are done as one agree in; a fitted step tells buffers from parameters besides."""
+    return step.action, step.microbatch, step.segment
 
 
 def _joined(run: Sequence[Step], blocks: dict[str, Block]) -> list[Step]:

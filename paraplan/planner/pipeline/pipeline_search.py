@@ -39,7 +39,7 @@ from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
 from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
-from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain
+from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
 from paraplan.planner.pipeline.stage_sharding import Sharding, Shardings
 from paraplan.planner.recompute.presets import preset_activations
@@ -56,13 +56,14 @@ CUTS = 4
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
 
 
-def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
+def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings, first: Sharding | None = None) -> Plan:
     """The fastest plan found that fits.
 
     Args:
         job: what is planned.
         constraints: with `pp`.
         shardings: of one stage's devices.
+        first: the sharding that is tried first; None for that of least work.
     Raises:
         ConstraintError: the devices, segments or microbatches cannot be divided so.
         SolverLimitError: none tried fits, which proves nothing of others; says which rank is over, and by how much.
@@ -74,7 +75,7 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
     fitting: list[Plan] = []
     for rung in constraints.placing.rungs(constraints.tiers)[:2]:
         if not fitting:
-            tried += _with_shardings(replace(case, inner=case.inner.placed(rung)), shardings)
+            tried += _with_shardings(replace(case, inner=case.inner.placed(rung)), shardings, first)
             fitting = [plan for plan in tried if case.fits(plan)]
     if not fitting:
         raise SolverLimitError(_overflow(tried, case.budget, case.positions))
@@ -107,15 +108,16 @@ def _priced_alone(plan: Plan) -> Plan:
     return _priced(msgspec.structs.replace(plan, notes=()))
 
 
-def _with_shardings(case: _Case, shardings: Shardings) -> list[Plan]:
+def _with_shardings(case: _Case, shardings: Shardings, first: Sharding | None) -> list[Plan]:
     """Plans with shardings that keep less and less, until one fits as it is."""
     tried: list[Plan] = []
     kept_bytes: float | None = None
     for _ in range(SHARDINGS):
         try:
-            sharding = shardings.get(case.part, case.inner, kept_bytes)
+            known = first if kept_bytes is None else None
+            sharding = known or shardings.get(case.part, case.inner, kept_bytes)
         except NoPlanError:
-            if kept_bytes is None:
+            if not tried:
                 raise
             break
         plans = case.plans(sharding)
@@ -175,7 +177,7 @@ class _Case:
         fit."""
         pinned = self.constraints.recompute
         activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
-        bounds = self.constraints.stages or cut_chain(sharding.seconds, self.num_stages, self._holds_tail)
+        bounds = self.constraints.stages or cut_evenly(sharding.seconds, self.num_stages, self.tail)
         if bounds is None:
             raise ConstraintError(
                 f"{self.num_stages} stages: the last one holds all segments from {self.tail} on, which run once on the "

@@ -61,6 +61,41 @@ def cut_chain(seconds: Sequence[float], num_stages: int, fits: Fits | None = Non
     return tuple(reversed(found))
 
 
+def cut_evenly(seconds: Sequence[float], num_stages: int, tail: int) -> Bounds | None:
+    """As `cut_chain` where nothing limits stages but that the last holds all segments from `tail` on.
+
+    The least slowest stage is found by bisection: a limit can be kept if filling every stage up to it takes no more
+    stages than there are (Bokhari 1988), and the least limit is the largest stage of such a filling. In about
+    60 · n steps; stages that are left over take a segment each from the fullest before them.
+    """
+    n = len(seconds)
+    if num_stages > n or (num_stages > 1 and min(tail, n - 1) < num_stages - 1):
+        return None
+    last = min(tail, n - 1) if num_stages > 1 else 0
+    units = [*seconds[:last], sum(seconds[last:])] if num_stages > 1 else [sum(seconds)]
+    low, high = max(units), sum(units)
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(units, middle)) <= num_stages else (middle, high)
+    starts = _filled(units, high)
+    while len(starts) < num_stages:
+        ends = [*starts[1:], len(units)]
+        widest = max((sum(units[a:b]), a, b) for a, b in zip(starts, ends, strict=True) if b - a > 1)
+        starts = sorted([*starts, (widest[1] + widest[2] + 1) // 2])
+    return tuple(zip(starts, [*starts[1:], n], strict=True))
+
+
+def _filled(units: Sequence[float], limit: float) -> list[int]:
+    """Where stages begin that are each filled up to a limit."""
+    starts, held = [0], 0.0
+    for index, each in enumerate(units):
+        if held + each > limit and index > starts[-1]:
+            starts.append(index)
+            held = 0.0
+        held += each
+    return starts
+
+
 def segment_seconds(plan: Plan) -> list[float]:
     """What every segment's blocks take in a simulated step of a plan of one stage, waits included."""
     seconds = [0.0] * len(plan.program.segments)

@@ -160,7 +160,7 @@ def solve_mesh(
             return Skipped(mesh, found.bound)
         if found.choices is None:
             proved = rows is base and not instants and not over and _none_fits(space, problem, limits, solve_s)
-            raise _failure(job, space, found, limits, proved, closest)
+            raise failure_of(job, space, found, limits, proved, closest)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decided = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
@@ -232,7 +232,7 @@ def choose(
     network = with_rows(formulate(space).network, (*rows, *tier_rows(space)))
     found = optimise(network, limits.time_s, limits.relative_gap, limits.backend)
     if found.choices is None:
-        raise _failure(job, space, found, limits, proved=True)
+        raise failure_of(job, space, found, limits, proved=True)
     choices = found.choices[: len(space.deciders)]
     check_objective(space, choices, found)
     return decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
@@ -307,7 +307,7 @@ def _out_of_tries(
     )
 
 
-def _failure(
+def failure_of(
     job: Job, space: Space, found: Optimum, limits: SolveLimits, proved: bool, closest: Realised | None = None
 ) -> NoPlanError:
     """Why there is no choice; what would do is solved for where it is explained."""

@@ -1,0 +1,144 @@
+"""The space of pipelines: every combination of degree, inner mesh, microbatches, schedule and stages a position.
+
+A combination pins what `pipeline_search` needs to plan one pipeline. What the user pins restricts the list, and what
+cannot be (devices that do not lie along nodes, more stages than segments) is not in it. Limits: of meshes inside a
+position, one axis, and two whose second is a power of two no longer than a node; of microbatches, those of a power of
+two samples on every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.pipeline.pipeline_search import first_devices
+from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.schedule_problem import Orders
+from paraplan.rules.time_axis import program_micro, splittable
+
+SAMPLES = (1, 2, 4, 8, 16, 32)
+"""Of a microbatch on a replica."""
+EACH = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Stages a position: beyond, messages outweigh what is left of the bubble."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One pipeline, but for its sharding, cuts and recomputation.
+
+    Attributes:
+        pp: positions.
+        mesh: of a position's devices; () where the user's degrees say it.
+        microbatches: of a step.
+        schedule: a name of `NAMED`.
+        each: stages a position.
+    """
+
+    pp: int
+    mesh: tuple[int, ...]
+    microbatches: int
+    schedule: str
+    each: int
+
+    @property
+    def num_stages(self) -> int:
+        """Of the whole pipeline."""
+        return self.pp * self.each
+
+    @property
+    def text(self) -> str:
+        """For notes and progress."""
+        mesh = f" mesh {'x'.join(map(str, self.mesh))}" if self.mesh else ""
+        each = f" with {self.each} stages a position" if self.each > NAMED[self.schedule].stages else ""
+        return f"pp={self.pp}{mesh}, {self.microbatches} microbatches, {self.schedule}{each}"
+
+    def orders(self) -> Orders:
+        """What every position computes."""
+        return named_orders(self.schedule, self.pp, self.microbatches, self.each)
+
+    def pinned(self, constraints: Constraints) -> Constraints:
+        """The user's constraints with the combination's choices, stages apart."""
+        mesh = self.mesh or constraints.mesh
+        return msgspec.structs.replace(
+            constraints, pp=self.pp, mesh=mesh, microbatches=self.microbatches, schedule=self.schedule
+        )
+
+
+def combinations(job: Job, constraints: Constraints) -> list[Combination]:
+    """Every combination that what is pinned allows, of two positions at least.
+
+    Raises:
+        ConstraintError: what is pinned leaves none; says why the last one tried is not in the space.
+    """
+    found: list[Combination] = []
+    refused: ConstraintError | None = None
+    n = job.cluster.num_devices
+    for pp in (d for d in range(2, n + 1) if n % d == 0):
+        try:
+            check_constraints(msgspec.structs.replace(constraints, pp=pp, schedule=constraints.schedule), n)
+            inner = first_devices(job.cluster, pp)
+        except ConstraintError as fault:
+            refused = fault
+            continue
+        per_node = inner.groups[0].devices_per_node
+        for mesh in _meshes(inner.num_devices, per_node, constraints):
+            replicas = _replicas(constraints, mesh, inner.num_devices, per_node)
+            for count in _counts(job, constraints, replicas):
+                found += _schedules(job, constraints, pp, mesh, count)
+    if not found:
+        raise refused or ConstraintError(
+            f"no pipeline over {n} devices takes this model's {len(job.program.segments)} segments and its batch of "
+            f"{job.program.batch_size}; give pp, microbatches and schedule by hand"
+        )
+    return found
+
+
+def _meshes(devices: int, per_node: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
+    """Of a position: what is pinned, or one axis, and two with the inner one inside a node."""
+    pinned = (constraints.mesh, constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero)
+    if any(each is not None for each in pinned):
+        yield ()
+        return
+    yield (devices,)
+    inner = 2
+    while inner <= min(per_node, devices // 2):
+        if devices % inner == 0:
+            yield devices // inner, inner
+        inner *= 2
+
+
+def _replicas(constraints: Constraints, mesh: tuple[int, ...], devices: int, per_node: int) -> tuple[int, ...]:
+    """Over how many ranks the batch may be thought to be shared out: an axis inside a node may also be a tensor's."""
+    if mesh:
+        return (mesh[0], 1) if len(mesh) == 1 and 1 < devices <= per_node else (mesh[0],)
+    if constraints.mesh is not None:
+        return (constraints.mesh[0],)
+    return (constraints.dp or max(devices // ((constraints.tp or 1) * (constraints.cp or 1)), 1),)
+
+
+def _counts(job: Job, constraints: Constraints, replicas: tuple[int, ...]) -> tuple[int, ...]:
+    """Microbatches, the most first."""
+    if constraints.microbatches is not None:
+        return (constraints.microbatches,)
+    batch = job.program.batch_size
+    sizes = {ranks * size for ranks in replicas for size in SAMPLES}
+    counts = {batch // size for size in sizes if batch % size == 0}
+    return tuple(count for count in sorted(counts, reverse=True) if splittable(job.program, count))
+
+
+def _schedules(job: Job, constraints: Constraints, pp: int, mesh: tuple[int, ...], count: int) -> Iterator[Combination]:
+    """Of some microbatches: every schedule that takes them, with every number of stages a position."""
+    segments, micro = len(job.program.segments), program_micro(job.program, count)
+    names = tuple(NAMED) if constraints.schedule is None else (constraints.schedule,)
+    for name in names:
+        if name not in NAMED or (micro.has_tail and name != "gpipe" and count > 1):
+            continue
+        for each in EACH:
+            if pp * each <= segments and NAMED[name].takes(each):
+                yield Combination(pp, mesh, count, name, each)

@@ -1,0 +1,195 @@
+"""What a combination comes to: its stages cut, priced and scheduled, without a plan being made.
+
+Stages are cut so that the slowest takes least. Orders of the schedule are simulated over stages' seconds and messages
+(`schedules.event_simulation`); what a position holds is its parameters' share, what its microbatches in flight save,
+and a call's workspace. Where that is over the budget, as much is recomputed in its stages as fits, by the kinds' own
+options at one price per byte, and the orders are simulated again. `least_s` is a relaxation: the work of the stages'
+mean position, and no bubble at all. Limits: an estimate, neither a bound nor a simulated plan; halves of a backward are
+taken to be equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from paraplan.cost_models.communication.collectives import p2p_s
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.stage_prices import StagePrices
+from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory, cut_evenly
+from paraplan.planner.schedules.event_simulation import evaluate
+from paraplan.planner.schedules.schedule_problem import StageCosts, stages_of
+from paraplan.rules.time_axis import program_micro
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A combination with what it comes to.
+
+    Attributes:
+        combination: which.
+        step_s: of a step; infinite where nothing is recomputed enough to fit.
+        over_bytes: by how much the fullest position is over the budget with all recomputed; 0 where it fits.
+        bounds: of its stages.
+        prices: those of its sharding.
+    """
+
+    combination: Combination
+    step_s: float
+    over_bytes: int
+    bounds: Bounds
+    prices: StagePrices
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """By which the most promising come first: those that fit by their step, the others by what they are over."""
+        return self.step_s, self.over_bytes
+
+
+class Pricer:
+    """Estimates combinations on a cluster.
+
+    Args:
+        cluster: of all positions.
+        budget: bytes a device may hold.
+    """
+
+    def __init__(self, cluster: ClusterSpec, budget: int) -> None:
+        self.cluster, self.budget = cluster, budget
+
+    def least_s(self, combination: Combination, prices: StagePrices) -> float:
+        """No pipeline of the combination at these prices takes less: positions share the work out evenly."""
+        return combination.microbatches * sum(prices.seconds) / combination.pp
+
+    def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
+        """What a combination comes to; None where its stages cannot be cut.
+
+        Raises:
+            ConstraintError: its schedule does not take its microbatches.
+        """
+        program = prices.sharding.job.program
+        orders = combination.orders()
+        tail = program_micro(program, combination.microbatches).tail
+        bounds = cut_evenly(prices.seconds, combination.num_stages, tail)
+        if bounds is None:
+            return None
+        memory = prices.memory(mesh_shape)
+        stages = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
+        found = evaluate(orders, stages)
+        room = [self.budget - prices.workspace_bytes] * len(orders)
+        stages, over = _recomputed(prices, bounds, stages, stages_of(orders), found.peak_bytes, room)
+        if over is None:
+            over = 0
+        elif over > 0:
+            return Estimate(combination, math.inf, over, bounds, prices)
+        else:
+            found = evaluate(orders, stages)
+        step_s = found.step_s + self._end_s(prices, bounds, stages_of(orders))
+        return Estimate(combination, step_s, 0, bounds, prices)
+
+    def _end_s(self, prices: StagePrices, bounds: Bounds, held: Sequence[Sequence[int]]) -> float:
+        """The reductions and updates of the position with most of the work."""
+        whole = sum(prices.seconds)
+        shares = [sum(sum(prices.seconds[slice(*bounds[stage])]) for stage in stages) for stages in held]
+        return prices.end_s * max(shares) / whole if whole else 0.0
+
+    def _stage(
+        self,
+        prices: StagePrices,
+        memory: ChainMemory,
+        bound: tuple[int, int],
+        combination: Combination,
+        mesh_shape: tuple[int, ...],
+    ) -> StageCosts:
+        first, stop = bound
+        forward_s, backward_s = sum(prices.forward_s[first:stop]), sum(prices.backward_s[first:stop])
+        program, size = prices.sharding.job.program, math.prod(mesh_shape)
+        handed = [] if stop == len(program.segments) else [
+            program.kinds[program.segments[stop - 1].kind].graph.values[name]
+            for name in program.kinds[program.segments[stop - 1].kind].outputs
+        ]  # fmt: skip
+        nbytes = sum(spec.nbytes for spec in handed) // (combination.microbatches * size)
+        send_s = self._message_s(nbytes, size) if handed else 0.0
+        return StageCosts(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            input_grad_s=backward_s / 2,
+            weight_grad_s=backward_s / 2,
+            send_forward_s=send_s,
+            send_backward_s=send_s,
+            activation_bytes=sum(memory.saved_bytes[first:stop]),
+            weight_grad_bytes=sum(memory.saved_bytes[first:stop]) // 2,
+            fixed_bytes=memory.kept_bytes(first, stop),
+        )
+
+    def _message_s(self, nbytes: int, size: int) -> float:
+        """From a position to the next, rank to rank."""
+        pair = (0, size)
+        level, backend = self.cluster.span(pair), self.cluster.group_of(0).device.backend
+        link = self.cluster.link(level, 0) if level == "in_node" else self.cluster.network(pair)
+        return p2p_s(nbytes, link, backend, level)
+
+
+def _recomputed(
+    prices: StagePrices,
+    bounds: Bounds,
+    stages: tuple[StageCosts, ...],
+    held: Sequence[Sequence[int]],
+    peaks: Sequence[int],
+    room: Sequence[int],
+) -> tuple[tuple[StageCosts, ...], int | None]:
+    """Stages with as much recomputed as fits.
+
+    Returns:
+        the stages, and None where nothing had to be; 0 where that fits, else the bytes that are missing.
+    """
+    found, missing, any_over = list(stages), 0, False
+    for position, mine in enumerate(held):
+        if peaks[position] <= room[position]:
+            continue
+        any_over = True
+        fixed = sum(stages[stage].fixed_bytes for stage in mine)
+        flying = max(peaks[position] - fixed, 1)
+        segments = [i for stage in mine for i in range(*bounds[stage])]
+        whole = sum(prices.options[i][0].saved_bytes for i in segments)
+        share = (room[position] - fixed) / flying
+        fates = _cheapest(prices, segments, share * whole)
+        if fates is None:
+            least = sum(prices.options[i][-1].saved_bytes for i in segments)
+            missing = max(missing, fixed + math.ceil(flying * least / max(whole, 1)) - room[position])
+            continue
+        for stage in mine:
+            extra = sum(fates[i][1] for i in range(*bounds[stage]))
+            saved = sum(fates[i][0] for i in range(*bounds[stage]))
+            was = stages[stage]
+            found[stage] = msgspec.structs.replace(
+                was, backward_s=was.backward_s + extra, input_grad_s=was.input_grad_s + extra, activation_bytes=saved
+            )
+    return tuple(found), (missing if any_over else None)
+
+
+def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict[int, tuple[int, float]] | None:
+    """Per segment (bytes saved, seconds made again), at the least price per byte at which all fit; None: at none."""
+    for price in prices_per_byte(prices):
+        fates = {}
+        for i in segments:
+            best = min(prices.options[i], key=lambda o: (o.extra_s + price * o.saved_bytes, o.saved_bytes))
+            fates[i] = best.saved_bytes, best.extra_s
+        if sum(saved for saved, _ in fates.values()) <= room:
+            return fates
+    return None
+
+
+def prices_per_byte(prices: StagePrices) -> list[float]:
+    """Prices at which a kind's choice changes, least first."""
+    found = {0.0}
+    for options in prices.sharding.options:
+        for a, b in itertools.pairwise(options):
+            if a.saved_bytes > b.saved_bytes:
+                found.add((b.extra_s - a.extra_s) / (a.saved_bytes - b.saved_bytes) * (1 + 1e-9))
+    return sorted(found | {max(found) * 2 + 1e-18})

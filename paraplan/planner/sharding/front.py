@@ -1,0 +1,54 @@
+"""Shardings of one mesh that trade work for memory kept: the lower hull, by prices on bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
+from paraplan.planner.sharding.network.cost_network import Network, Row
+from paraplan.planner.sharding.network.optimise import optimise
+from paraplan.planner.sharding.solve import SolveLimits, decisions_of, failure_of, problem_of
+
+
+def front(
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: SolveLimits, shares: Sequence[float]
+) -> Iterator[Decisions]:
+    """Shardings of a mesh that trade work for what parameters, gradients and states keep, least work first.
+
+    Each is of least work and price of what it keeps together, so it lies on the lower hull of (bytes kept, work): no
+    sharding keeps less at less work. One space is built for all.
+
+    Args:
+        job, mesh, num_microbatches, constraints, limits: as for `solve_mesh`.
+        shares: prices, each such that keeping as much as the sharding of least work costs this share of its work.
+    Raises:
+        InfeasibleError: proved: the constraints leave no sharding.
+        SolverLimitError: the time limit passed first.
+    """
+    space = problem_of(job, mesh, num_microbatches, constraints)
+    network = with_rows(formulate(space).network, tier_rows(space))
+    (held, *_) = memory_rows(space, 1.0, activations=False)
+    whole, seen = 0.0, set[tuple[int, ...]]()
+    for share in (0.0, *shares):
+        found = optimise(_with_price(network, held, share * whole), limits.time_s, limits.relative_gap, limits.backend)
+        if found.choices is None:
+            raise failure_of(job, space, found, limits, proved=True)
+        if not seen:
+            kept = float(sum(amounts[found.choices[variable]] for variable, amounts in held.held.items()))
+            whole = float(network.work(found.choices).sum()) / max(kept, 1.0)
+        choices = found.choices[: len(space.deciders)]
+        if choices not in seen:
+            seen.add(choices)
+            yield decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
+
+
+def _with_price(network: Network, held: Row, per_byte: float) -> Network:
+    """The network whose first stream has a price on what is held as well."""
+    prices = list(network.prices)
+    for variable, amounts in held.held.items():
+        prices[variable] = prices[variable].copy()
+        prices[variable][:, 0] += per_byte * amounts
+    return Network(tuple(prices), network.factors, network.rows)
