@@ -6,6 +6,7 @@ from paraplan.fitting import fit as fit
 from paraplan.ir.errors import InfeasibleError as InfeasibleError
 from paraplan.ir.errors import ParaplanError as ParaplanError
 from paraplan.ir.machine.cluster import ClusterSpec as ClusterSpec
+from paraplan.ir.process.memo import release_caches as release_caches
 from paraplan.planner.constraints import Constraints as Constraints
 from paraplan.runtime.trainer import Trainer as Trainer
 

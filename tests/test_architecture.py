@@ -286,9 +286,9 @@ def caches_beside_the_session(module: Module) -> Iterator[str]:
         return
     made = [node.value for node in module.tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
     for node in (*(of for function in functions(module) for of in function.decorator_list), *made):
-        name = dotted(node.func.value if isinstance(node.func, ast.Subscript) else node.func) if isinstance(
-            node, ast.Call
-        ) else dotted(node)  # fmt: skip
+        while isinstance(node, ast.Call | ast.Subscript):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        name = dotted(node)
         if name and name.rpartition(".")[2] in ("cache", "lru_cache", "Lately", "WeakTensorKeyDictionary"):
             yield f"{module.path}:{node.lineno} keeps results in {name}; use SESSION of ir/process/memo.py"
 

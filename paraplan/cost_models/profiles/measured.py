@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
+import msgspec
+
 from paraplan.cost_models.ops.roofline import OpWork, op_time_s, rate_of, work_of
 from paraplan.cost_models.profiles.curves import Curve, fit_curve
 from paraplan.ir.errors import CostModelError
@@ -202,4 +204,4 @@ _KEPT: Lately[MeasuredTimes] = SESSION.lately("measured.kept", 4)
 
 def times_of(profile: Profile, device: Device) -> MeasuredTimes:
     """A profile ready to be asked; made once for the last few."""
-    return _KEPT.get((Same(profile), device), lambda: MeasuredTimes(profile, device))
+    return _KEPT.get((Same(profile), msgspec.json.encode(device)), lambda: MeasuredTimes(profile, device))
