@@ -187,7 +187,7 @@ class Constraints(Options, frozen=True, kw_only=True):
     pp: Annotated[int | Literal["auto"] | None, Option(
         "Pipeline-parallel degree, other degrees being within a stage; auto: the fastest.",
         "how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group. "
-        '"auto": as many as make the simulated step shortest (`planner.pipeline.degrees`).',
+        '"auto": as many as make the simulated step shortest (`planner.joint`).',
         PIPELINE, metavar="N|auto", parse=_parse_degree, check=_check_pp,
     )] = None  # fmt: skip
     schedule: Annotated[str | None, Option(

@@ -18,6 +18,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.pipeline.pipeline_search import first_devices
+from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import Orders
 from paraplan.rules.time_axis import program_micro, splittable
@@ -65,8 +66,9 @@ class Combination:
     def pinned(self, constraints: Constraints) -> Constraints:
         """The user's constraints with the combination's choices, stages apart."""
         mesh = self.mesh or constraints.mesh
+        schedule = SEARCHED if constraints.schedule == SEARCHED else self.schedule
         return msgspec.structs.replace(
-            constraints, pp=self.pp, mesh=mesh, microbatches=self.microbatches, schedule=self.schedule
+            constraints, pp=self.pp, mesh=mesh, microbatches=self.microbatches, schedule=schedule
         )
 
 
@@ -76,12 +78,14 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
     Raises:
         ConstraintError: what is pinned leaves none; says why the last one tried is not in the space.
     """
+    if constraints.schedule not in (None, SEARCHED, *NAMED):
+        named_orders(str(constraints.schedule), 2, 2)
     found: list[Combination] = []
     refused: ConstraintError | None = None
     n = job.cluster.num_devices
     for pp in (d for d in range(2, n + 1) if n % d == 0):
         try:
-            check_constraints(msgspec.structs.replace(constraints, pp=pp, schedule=constraints.schedule), n)
+            check_constraints(msgspec.structs.replace(constraints, pp=pp), n)
             inner = first_devices(job.cluster, pp)
         except ConstraintError as fault:
             refused = fault
@@ -135,7 +139,7 @@ def _counts(job: Job, constraints: Constraints, replicas: tuple[int, ...]) -> tu
 def _schedules(job: Job, constraints: Constraints, pp: int, mesh: tuple[int, ...], count: int) -> Iterator[Combination]:
     """Of some microbatches: every schedule that takes them, with every number of stages a position."""
     segments, micro = len(job.program.segments), program_micro(job.program, count)
-    names = tuple(NAMED) if constraints.schedule is None else (constraints.schedule,)
+    names = tuple(NAMED) if constraints.schedule in (None, SEARCHED) else (constraints.schedule,)
     for name in names:
         if name not in NAMED or (micro.has_tail and name != "gpipe" and count > 1):
             continue

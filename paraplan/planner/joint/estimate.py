@@ -26,6 +26,9 @@ from paraplan.planner.schedules.event_simulation import evaluate
 from paraplan.planner.schedules.schedule_problem import StageCosts, stages_of
 from paraplan.rules.time_axis import program_micro
 
+FILLED = {"zb-h1": 0.5, "zb-v": 0.5, "chimera": 0.5, "hanayo": 1.0, "interleaved": 1.0}
+"""Of the bubble of a 1F1B schedule with as many stages a position, what is left."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -62,9 +65,31 @@ class Pricer:
     def __init__(self, cluster: ClusterSpec, budget: int) -> None:
         self.cluster, self.budget = cluster, budget
 
-    def least_s(self, combination: Combination, prices: StagePrices) -> float:
-        """No pipeline of the combination at these prices takes less: positions share the work out evenly."""
-        return combination.microbatches * sum(prices.seconds) / combination.pp
+    def quick_s(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> float:
+        """A closed form, by which combinations are put in order: positions share the work out evenly, a pipeline fills
+        and drains, and what does not fit is recomputed.
+
+        Fill and drain are (pp - 1) / (microbatches · stages a position) of the work, less what a schedule's split
+        backwards or second direction fill (`FILLED`). Infinite where what a position keeps does not fit.
+        """
+        pp, each = combination.pp, combination.each
+        kept = prices.kept_bytes(mesh_shape) / pp
+        room = self.budget - prices.workspace_bytes - kept
+        if room <= 0:
+            return math.inf
+        cut_s = each * (prices.cut_forward_s + prices.cut_backward_s)
+        work_s = combination.microbatches * (sum(prices.seconds) / pp + cut_s)
+        held = sum(options[0].saved_bytes for options in prices.options) / pp
+        most = pp * (1 + 1 / each) if combination.schedule == "interleaved" else float(pp)
+        flying = min(float(combination.microbatches), math.inf if combination.schedule == "gpipe" else most)
+        again_s = 0.0
+        if held * flying > room:
+            fates = _cheapest(prices, range(len(prices.options)), room * pp / flying)
+            if fates is None:
+                return math.inf
+            again_s = combination.microbatches * sum(extra for _, extra in fates.values()) / pp
+        fill = FILLED.get(combination.schedule, 1.0) * (pp - 1) / (combination.microbatches * each)
+        return (work_s + again_s) * (1 + fill) + prices.end_s / pp
 
     def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
         """What a combination comes to; None where its stages cannot be cut.
@@ -107,7 +132,8 @@ class Pricer:
         mesh_shape: tuple[int, ...],
     ) -> StageCosts:
         first, stop = bound
-        forward_s, backward_s = sum(prices.forward_s[first:stop]), sum(prices.backward_s[first:stop])
+        forward_s = sum(prices.forward_s[first:stop]) + prices.cut_forward_s
+        backward_s = sum(prices.backward_s[first:stop]) + prices.cut_backward_s
         program, size = prices.sharding.job.program, math.prod(mesh_shape)
         handed = [] if stop == len(program.segments) else [
             program.kinds[program.segments[stop - 1].kind].graph.values[name]

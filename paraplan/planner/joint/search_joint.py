@@ -26,12 +26,12 @@ from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimate import Estimate, Pricer
+from paraplan.planner.joint.sharding_front import front
 from paraplan.planner.joint.stage_prices import StagePrices, few_microbatches, stage_prices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_search import first_devices, search_pipeline
 from paraplan.planner.pipeline.stage_sharding import Sharding, Shardings
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.sharding.front import front
 from paraplan.planner.sharding.solve import SolveLimits
 
 OneStage = Callable[[Constraints], Plan]
@@ -50,6 +50,8 @@ SHARES = (0.02, 0.1, 0.5, 2.0)
 """Prices of what shardings keep, each as a share of the work at which all would be kept."""
 GAP = 5e-3
 """Of the work of a sharding that is priced, what it may be above the least."""
+ESTIMATED = 60
+"""Combinations whose orders are simulated: the best by a closed form."""
 PRICED_SHARE, ESTIMATED_SHARE = 0.4, 0.55
 """Of the time limit, after which nothing else is priced, and estimated."""
 
@@ -59,7 +61,7 @@ class JointSearch:
     """A search under way.
 
     Attributes:
-        job, constraints: what is planned; `pp` is "auto".
+        job, constraints: what is planned, and what is pinned of any plan.
         shardings: of stages' devices.
         progress: told what is being tried.
         deadline: of all of it.
@@ -85,9 +87,9 @@ class JointSearch:
         """The shortest step of a plan so far."""
         return min(map(_step_s, self.plans), default=math.inf)
 
-    def found(self, one_stage: OneStage) -> Plan:
-        """See `search_joint`."""
-        estimates = self._estimates()
+    def found(self, listed: Sequence[Combination], one_stage: OneStage) -> Plan:
+        """The fastest plan of one stage or of some combinations."""
+        estimates = self._estimates(listed)
         in_vain = 0
         for estimate in estimates:
             if self.plans and (self.deadline.is_over or in_vain >= MOST or estimate.step_s > (1 + SLACK) * self.best_s):
@@ -96,7 +98,7 @@ class JointSearch:
             self._plan(estimate)
             in_vain = 0 if self.best_s < before else in_vain + 1
         if self.constraints.schedule is None:
-            self._try("one stage", lambda: one_stage(msgspec.structs.replace(self.constraints, pp=None)))
+            self._try("one stage", lambda: one_stage(self.constraints))
         if not self.plans:
             raise next((each for each in self.faults if not isinstance(each, ConstraintError)), self.faults[-1])
         best = min(self.plans, key=_step_s)
@@ -131,26 +133,19 @@ class JointSearch:
 
         self._try(f"{estimate.combination.text} ({said})", planned)
 
-    def _estimates(self) -> list[Estimate]:
+    def _estimates(self, listed: Sequence[Combination]) -> list[Estimate]:
         """Of every combination, the most promising first."""
         pricer = Pricer(self.job.cluster, self.budget)
-        try:
-            listed = combinations(self.job, self.constraints)
-        except ConstraintError as fault:
-            self.faults.append(fault)
-            return []
-        relaxed: list[tuple[float, int, Combination, StagePrices]] = []
+        quick: list[tuple[float, int, Combination, StagePrices]] = []
         self._price_all(listed)
         for number, combination in enumerate(listed):
             prices = self._fastest(combination)
             if prices is not None:
-                relaxed.append((pricer.least_s(combination, prices), number, combination, prices))
+                shape = self._mesh_shape(combination, prices)
+                quick.append((pricer.quick_s(combination, prices, shape), number, combination, prices))
         found: list[Estimate] = []
-        best_s = math.inf
-        for least_s, _, combination, prices in sorted(relaxed, key=lambda each: each[:2]):
-            if least_s > (1 + SLACK) * best_s or (
-                found and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s
-            ):
+        for _, _, combination, prices in sorted(quick, key=lambda each: each[:2])[:ESTIMATED]:
+            if found and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
                 break
             try:
                 estimate = pricer.estimate(combination, prices, self._mesh_shape(combination, prices))
@@ -159,7 +154,6 @@ class JointSearch:
                 continue
             if estimate is not None:
                 found.append(estimate)
-                best_s = min(best_s, estimate.step_s)
         return sorted(found, key=lambda each: each.rank)
 
     @property
@@ -267,7 +261,16 @@ def search_joint(
         ConstraintError: what is pinned leaves nothing.
         InfeasibleError, SolverLimitError: nothing fits; says what the first came to.
     """
-    return JointSearch(job, constraints, shardings, progress, deadline).found(one_stage)
+    pinned = msgspec.structs.replace(constraints, pp=None)
+    search = JointSearch(job, pinned, shardings, progress, deadline)
+    try:
+        listed = combinations(job, constraints)
+    except ConstraintError as fault:
+        if constraints.schedule is not None:
+            raise
+        search.faults.append(fault)
+        listed = []
+    return search.found(listed, one_stage)
 
 
 def _step_s(plan: Plan) -> float:

@@ -14,7 +14,7 @@ out by time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
@@ -24,11 +24,16 @@ from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
-from paraplan.planner.pipeline.stage_cuts import ChainMemory, chain_memory
+from paraplan.planner.pipeline.pipeline import pipelined
+from paraplan.planner.pipeline.stage_cuts import ChainMemory, chain_memory, cut_evenly
 from paraplan.planner.pipeline.stage_sharding import Sharding
 from paraplan.planner.recompute.kind_options import RematOption
+from paraplan.planner.schedules.complete import complete
+from paraplan.planner.schedules.schedule_problem import at
 from paraplan.rules.time_axis import program_micro
 
+CUT = 9
+"""Stages that the chain is cut into to see what a cut takes."""
 FEW = 3
 """Microbatches simulated: the middle one is as all others are."""
 
@@ -40,8 +45,10 @@ class StagePrices:
     Attributes:
         sharding: on one position's devices.
         forward_s, backward_s: per segment, of one microbatch.
-        end_s: of a step, after the last microbatch: reductions and updates.
+        end_s: of a step, beside its microbatches: reductions and updates, counts and losses.
         workspace_bytes: the most that any call holds for a moment.
+        cut_forward_s, cut_backward_s: what a microbatch takes more for each stage that the chain is cut into: gathers
+            and reductions under way do not cross from one to the next.
     """
 
     sharding: Sharding
@@ -49,6 +56,9 @@ class StagePrices:
     backward_s: tuple[float, ...]
     end_s: float
     workspace_bytes: int
+    cut_forward_s: float
+    cut_backward_s: float
+    _memories: dict[tuple[int, ...], ChainMemory] = field(default_factory=dict)
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
@@ -66,11 +76,14 @@ class StagePrices:
         Args:
             mesh_shape: of as many axes as the sharding's own.
         """
+        if mesh_shape in self._memories:
+            return self._memories[mesh_shape]
         plan = self.sharding.whole
         mesh = msgspec.structs.replace(plan.stages[0].mesh, shape=mesh_shape)
         stage = msgspec.structs.replace(plan.stages[0], mesh=mesh)
         saved = [options[0].saved_bytes for options in self.sharding.options]
-        return chain_memory(msgspec.structs.replace(plan, stages=(stage,)), saved)
+        found = self._memories[mesh_shape] = chain_memory(msgspec.structs.replace(plan, stages=(stage,)), saved)
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,37 +96,59 @@ class StagePrices:
 
 
 def stage_prices(sharding: Sharding) -> StagePrices:
-    """Prices of a sharding, by a simulated step of few microbatches."""
+    """Prices of a sharding, by simulated steps of few microbatches, whole and cut."""
     plan = few_microbatches(sharding.whole)
-    (trace, *_) = simulate_plan(plan, lower(plan)).traces
-    shown = _middle(plan, trace)
-    seconds = {phase: [0.0] * len(plan.program.segments) for phase in (ActionKind.F, ActionKind.B)}
-    last_s = 0.0
-    for span in trace.spans:
-        if span.segment < 0 or span.stream != "compute":
-            continue
-        kind = ActionKind(span.phase)
-        if kind in seconds and span.microbatch in (shown, -1):
-            seconds[kind][span.segment] += span.end_s - span.start_s
-        if kind in seconds:
-            last_s = max(last_s, span.end_s)
+    trace, forward_s, backward_s = _walked(plan)
+    shown = len(_microbatches(trace)) or 1
     held = [point.live_bytes for point in trace.memory]
     above = [
         point.peak_bytes - max(before, point.live_bytes) for before, point in zip(held, trace.memory[1:], strict=False)
     ]
+    more = (0.0, 0.0)
+    count = min(CUT, len(plan.program.segments))
+    if plan is not sharding.whole and count > 1:
+        _, cut_forward_s, cut_backward_s = _walked(cut_plan(sharding.whole, count))
+        more_f, more_b = sum(cut_forward_s) - sum(forward_s), sum(cut_backward_s) - sum(backward_s)
+        more = max(more_f, 0.0) / (count - 1), max(more_b, 0.0) / (count - 1)
     return StagePrices(
         sharding,
-        tuple(seconds[ActionKind.F]),
-        tuple(seconds[ActionKind.B]),
-        max(trace.step_s - last_s, 0.0),
+        tuple(forward_s),
+        tuple(backward_s),
+        max(trace.step_s - shown * (sum(forward_s) + sum(backward_s)), 0.0),
         max(above, default=0),
+        *more,
     )
 
 
-def _middle(plan: Plan, trace: RankTrace) -> int:
+def _walked(plan: Plan) -> tuple[RankTrace, list[float], list[float]]:
+    """A simulated step of one position, and what a middle microbatch's forward and backward take, per segment."""
+    (trace, *_) = simulate_plan(plan, lower(plan)).traces
+    shown = _middle(trace)
+    forward_s, backward_s = ([0.0] * len(plan.program.segments) for _ in range(2))
+    for span in trace.spans:
+        if span.segment >= 0 and span.stream == "compute" and span.microbatch in (shown, -1) and span.phase in "FB":
+            (forward_s if span.phase == "F" else backward_s)[span.segment] += span.end_s - span.start_s
+    return trace, forward_s, backward_s
+
+
+def cut_plan(whole: Plan, count: int) -> Plan:
+    """A plan of one stage cut into several on the same devices, whose schedule runs the first microbatches alone."""
+    bounds = cut_evenly([1.0] * len(whole.program.segments), count, len(whole.program.segments))
+    assert bounds is not None
+    kinds = ((ActionKind.F, range(count)), (ActionKind.B, range(count - 1, -1, -1)))
+    order = [at(stage, kind, m) for m in range(FEW) for kind, stages in kinds for stage in stages]
+    return pipelined(whole, whole.cluster, bounds, complete("interleaved", (tuple(order),)), [(0,)] * count)
+
+
+def _middle(trace: RankTrace) -> int:
     """A microbatch that is neither the first nor the last of those simulated, where there is one."""
-    seen = sorted({span.microbatch for span in trace.spans if span.microbatch >= 0})
+    seen = _microbatches(trace)
     return seen[len(seen) // 2] if seen else 0
+
+
+def _microbatches(trace: RankTrace) -> list[int]:
+    """Whose segments ran."""
+    return sorted({span.microbatch for span in trace.spans if span.microbatch >= 0 and span.segment >= 0})
 
 
 def few_microbatches(plan: Plan) -> Plan:

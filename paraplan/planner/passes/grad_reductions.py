@@ -21,6 +21,10 @@ from paraplan.planner.evaluate_plan import Realised, realised
 
 GAIN = 1e-9
 """A step is shorter by more than a rounding."""
+ROOM = 16
+"""Of a device's memory, the part that reductions under way may hold where activations make room for them."""
+WORTH_ROOM = 0.05
+"""Share of a step that communication is waited for, from which on activations make room for reductions under way."""
 WORTH = 0.005
 """Share of a step that communication is waited for, from which on it is asked whether gradients can wait."""
 
@@ -53,6 +57,21 @@ def grouped(plan: Plan) -> Iterator[Plan]:
     for every in dict.fromkeys((plan.num_microbatches, positions)):
         if 1 < every <= plan.num_microbatches:
             yield msgspec.structs.replace(plan, reduce_every=every)
+
+
+def waiting_less(plan: Plan, budget_bytes: int) -> Iterator[Plan]:
+    """The plan with gradients reduced after more microbatches, most first, and some room for those under way; nothing
+    where waits for communication are not worth room.
+
+    Args:
+        plan: with its prediction.
+        budget_bytes: what a device may hold.
+    """
+    told = plan.prediction
+    if told is None or told.exposed_comm_s < WORTH_ROOM * told.step_s or not any(map(_reduces, plan.stages)):
+        return
+    for each in grouped(plan):
+        yield msgspec.structs.replace(each, reducing_bytes=budget_bytes // ROOM)
 
 
 def _under_way(plan: Plan) -> Iterator[Plan]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.network import branch, message_passing
 from paraplan.planner.sharding.network import optimise as optimise_module
-from paraplan.planner.sharding.network.cost_network import Factor, Network, Row
+from paraplan.planner.sharding.network.cost_network import Factor, Network
 from paraplan.planner.sharding.network.ilp import build_ilp
 from paraplan.planner.sharding.network.lagrangian import evaluate, scalarised
 from paraplan.planner.sharding.network.message_passing import MessagePassing, groupings
@@ -22,39 +21,7 @@ from paraplan.planner.sharding.network.optimise import least_activity, optimise
 from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.planner.sharding.step_bound import step_bound
 from paraplan.planner.solvers.milp import Status, solve
-
-STREAMS = 2
-
-
-def random_network(seed: int, rows: int = 0, blocked: float = 0.1) -> Network:
-    """Six variables of up to four options, factors of up to three readers, some moves impossible."""
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(1, 5, 6)
-    prices = tuple(rng.random((size, STREAMS)).round(2) for size in sizes)
-    factors = []
-    for _ in range(rng.integers(4, 8)):
-        source, *readers = rng.choice(6, rng.integers(2, 5), replace=False).tolist()
-        layouts = [rng.integers(0, 3, sizes[v]) for v in (source, *readers)]
-        moved = (2 * rng.random((3, 3, STREAMS))).round(2)
-        moved[range(3), range(3)] = 0.0
-        moved[(rng.random((3, 3)) < blocked) & ~np.eye(3, dtype=bool)] = np.inf
-        factors.append(Factor(source, tuple(readers), layouts[0], tuple(layouts[1:]), moved))
-    found = []
-    for row in range(rows):
-        held = {v: rng.random(sizes[v]).round(2) for v in rng.choice(6, 4, replace=False).tolist()}
-        carried = {0: rng.random((3, 3)).round(2)} if row else {}
-        found.append(Row(f"row {row}", float(rng.uniform(0.4, 1.6)), held, carried))
-    return Network(prices, tuple(factors), tuple(found))
-
-
-def every_choice(network: Network) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """All choices that are possible and fit, with their work."""
-    found = []
-    for choices in itertools.product(*(range(len(price)) for price in network.prices)):
-        work = network.work(choices)
-        if np.isfinite(work).all() and network.fits(choices):
-            found.append((choices, work))
-    return found
+from tests.planner.sharding.networks import STREAMS, every_choice, random_network
 
 
 def agrees(network: Network, wanted: float) -> None:

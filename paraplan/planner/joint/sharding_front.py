@@ -33,7 +33,7 @@ def front(
     (held, *_) = memory_rows(space, 1.0, activations=False)
     whole, seen = 0.0, set[tuple[int, ...]]()
     for share in (0.0, *shares):
-        found = optimise(_with_price(network, held, share * whole), limits.time_s, limits.relative_gap, limits.backend)
+        found = optimise(with_price(network, held, share * whole), limits.time_s, limits.relative_gap, limits.backend)
         if found.choices is None:
             raise failure_of(job, space, found, limits, proved=True)
         if not seen:
@@ -45,7 +45,7 @@ def front(
             yield decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
 
 
-def _with_price(network: Network, held: Row, per_byte: float) -> Network:
+def with_price(network: Network, held: Row, per_byte: float) -> Network:
     """The network whose first stream has a price on what is held as well."""
     prices = list(network.prices)
     for variable, amounts in held.held.items():

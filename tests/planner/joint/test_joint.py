@@ -1,0 +1,122 @@
+"""The joint search's parts against the same done otherwise: cuts, shardings, whole simulated steps."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.machine.mesh import make_mesh
+from paraplan.ir.plan import Plan
+from paraplan.planner.assemble import Job, assemble
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.evaluate_plan import realised
+from paraplan.planner.joint.combinations import combinations
+from paraplan.planner.joint.sharding_front import front, with_price
+from paraplan.planner.joint.stage_prices import stage_prices
+from paraplan.planner.pipeline.stage_cuts import chain_memory, cut_chain, cut_evenly
+from paraplan.planner.pipeline.stage_sharding import Sharding
+from paraplan.planner.search import search
+from paraplan.planner.sharding.network.cost_network import Network, Row
+from paraplan.planner.sharding.network.optimise import optimise
+from paraplan.planner.sharding.solve import SolveLimits, choose
+from tests.captures import program_of
+from tests.planner.sharding.networks import every_choice, random_network
+from tests.runtime.pipelines import job_of
+
+LIMITS = SolveLimits(time_s=60.0, memory_bytes=1 << 60, relative_gap=1e-6, certify=False)
+FREE = Constraints(recompute="none", reserve_bytes=0)
+
+
+def zoo_job(name: str, devices: int) -> Job:
+    return job_of(program_of(name, 0.0, "fp32"), devices)
+
+
+def test_even_cuts_are_those_of_the_dynamic_program() -> None:
+    draw = random.Random(3)
+    for _ in range(400):
+        n = draw.randint(1, 12)
+        stages, tail = draw.randint(1, n), draw.randint(0, n)
+        seconds = [draw.choice([0.0, 1.0, draw.random()]) for _ in range(n)]
+        last = stages - 1
+        exact = cut_chain(seconds, stages, lambda stage, _, stop, t=tail, z=last: stop <= t or stage == z)  # type: ignore[misc]
+        found = cut_evenly(seconds, stages, tail)
+        assert (exact is None) == (found is None)
+        if exact is None or found is None:
+            continue
+        slowest = [max(sum(seconds[a:b]) for a, b in cut) for cut in (exact, found)]
+        assert slowest[1] == pytest.approx(slowest[0], abs=1e-9)
+        assert len(found) == stages and all(a < b for a, b in found) and (found[0][0], found[-1][1]) == (0, n)
+        assert all(stop <= tail or stage == last for stage, (_, stop) in enumerate(found))
+
+
+def _kept(job: Job, plan: Plan) -> int:
+    memory = chain_memory(plan, [0] * len(job.program.kinds))
+    return memory.kept_bytes(0, len(job.program.segments))
+
+
+def test_shardings_of_the_front_keep_less_and_less_from_that_of_least_work_on() -> None:
+    job = zoo_job("gpt2", 4)
+    mesh = make_mesh((2, 2), ("axis0", "axis1"))
+    pinned = msgspec.structs.replace(FREE, mesh=(2, 2))
+    found = list(front(job, mesh, 1, pinned, LIMITS, (0.05, 0.5, 5.0)))
+    kept = [_kept(job, assemble(job, decisions)) for decisions in found]
+    assert len(found) > 1 and kept == sorted(kept, reverse=True)
+    least = assemble(job, choose(job, mesh, 1, pinned, LIMITS))
+    assert _work(assemble(job, found[0])) == pytest.approx(_work(least), rel=1e-6)
+
+
+def _work(plan: Plan) -> float:
+    return sum(realised(plan).simulation.traces[0].work.values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_price_on_what_is_held_gives_the_lower_hull(seed: int) -> None:
+    network = random_network(seed, rows=1)
+    (row,) = network.rows
+    held = Row(row.name, 1e9, row.held)
+    free = Network(network.prices, network.factors)
+    choices = every_choice(free)
+    for price in (0.0, 0.3, 3.0):
+        found = optimise(with_price(free, held, price))
+        if not choices:
+            assert found.choices is None
+            continue
+        amounts = [sum(float(held.held[v][each[v]]) for v in held.held) for each, _ in choices]
+        least = min(float(work.sum()) + price * amount for (_, work), amount in zip(choices, amounts, strict=True))
+        assert found.objective == pytest.approx(least, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_prices_make_up_the_step_of_one_stage(microbatches: int) -> None:
+    job = zoo_job("gpt2", 2)
+    mesh = make_mesh((2,), ("axis0",))
+    pinned = msgspec.structs.replace(FREE, mesh=(2,), microbatches=microbatches)
+    sharding = Sharding(job, next(front(job, mesh, microbatches, pinned, LIMITS, ())))
+    prices = stage_prices(sharding)
+    whole = realised(sharding.whole).simulation.step_s
+    assert microbatches * sum(prices.seconds) + prices.end_s == pytest.approx(whole, rel=0.1)
+    assert prices.kept_bytes((2,)) == _kept(job, sharding.whole)
+    assert prices.kept_bytes((1,)) >= prices.kept_bytes((2,))
+
+
+def test_combinations_are_what_pins_leave() -> None:
+    job = zoo_job("gpt2", 4)
+    every = combinations(job, FREE)
+    assert {each.pp for each in every} == {2, 4} and {each.mesh for each in every if each.pp == 2} >= {(2,)}
+    assert all(each.num_stages <= len(job.program.segments) for each in every)
+    pinned = combinations(job, msgspec.structs.replace(FREE, tp=2, schedule="1f1b", microbatches=2))
+    assert {(each.pp, each.mesh, each.schedule, each.microbatches) for each in pinned} == {(2, (), "1f1b", 2)}
+    with pytest.raises(ConstraintError):
+        combinations(job, msgspec.structs.replace(FREE, tp=3))
+
+
+def test_the_pipeline_found_is_about_as_fast_as_the_best_pinned_one() -> None:
+    job = zoo_job("gpt2", 4)
+    pins = msgspec.structs.replace(FREE, schedule="1f1b", microbatches=4)
+    found = search(job, msgspec.structs.replace(pins, pp="auto"), certify=False).plan
+    pinned = [search(job, msgspec.structs.replace(pins, pp=pp), certify=False).plan for pp in (2, 4)]
+    assert found.prediction is not None and any("were estimated" in note for note in found.notes)
+    assert found.prediction.step_s <= 1.02 * min(p.prediction.step_s for p in pinned if p.prediction is not None)
