@@ -3,9 +3,8 @@
 Stages are cut so that the slowest takes least. Orders of the schedule are simulated over stages' seconds and messages
 (`schedules.event_simulation`); what a position holds is its parameters' share, what its microbatches in flight save,
 and a call's workspace. Where that is over the budget, as much is recomputed in its stages as fits, by the kinds' own
-options at one price per byte, and the orders are simulated again. `least_s` is a relaxation: the work of the stages'
-mean position, and no bubble at all. Limits: an estimate, neither a bound nor a simulated plan; halves of a backward are
-taken to be equal.
+options at one price per byte, and the orders are simulated again. Limits: an estimate, neither a bound nor a simulated
+plan; halves of a backward are taken to be equal; waits for reductions at the end of a pipeline's step are left out.
 """
 
 from __future__ import annotations
@@ -108,11 +107,9 @@ class Pricer:
         found = evaluate(orders, stages)
         room = [self.budget - prices.workspace_bytes] * len(orders)
         stages, over = _recomputed(prices, bounds, stages, stages_of(orders), found.peak_bytes, room)
-        if over is None:
-            over = 0
-        elif over > 0:
+        if over:
             return Estimate(combination, math.inf, over, bounds, prices)
-        else:
+        if over is not None:
             found = evaluate(orders, stages)
         step_s = found.step_s + self._end_s(prices, bounds, stages_of(orders))
         return Estimate(combination, step_s, 0, bounds, prices)

@@ -36,8 +36,8 @@ from paraplan.planner.sharding.solve import SolveLimits
 
 OneStage = Callable[[Constraints], Plan]
 Kind = tuple[tuple[int, ...], int, bool, float]
-"""Of prices: the inner axes of a mesh, how many axes it has, whether its first is of one device, and the samples of a
-microbatch."""
+"""Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, whether its first
+is of one device, and the samples of a microbatch."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
 SLACK = 0.03
@@ -177,7 +177,8 @@ class JointSearch:
         """What prices depend on, but for what stages may keep: combinations alike in it share them."""
         outer = combination.mesh[0] if combination.mesh else 1
         samples = self.job.program.batch_size / (combination.microbatches * outer)
-        return combination.mesh[1:], len(combination.mesh), combination.mesh[:1] == (1,), samples
+        inner = combination.mesh[1:] if combination.mesh else (combination.pp,)  # pinned: ranks of the batch follow pp
+        return inner, len(combination.mesh), combination.mesh[:1] == (1,), samples
 
     def _price_all(self, listed: Sequence[Combination]) -> None:
         """Price what combinations need: of every kind the fewest samples first, and more as long as they pay."""
