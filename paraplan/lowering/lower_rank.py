@@ -14,7 +14,6 @@ from paraplan.ir.execution.names import LOSS, Name, Role
 from paraplan.ir.execution.rank_program import OuterValue, OutputPlace, RankProgram, StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.model.fused_updates import fusible_places
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.stage_blocks import PlanBlocks
@@ -47,9 +46,10 @@ class RankSteps:
         self.rank, self.writer = rank, StepWriter(plan.num_microbatches)
         self.texts = tuple(actions)
         self.actions: tuple[Action, ...] = tuple(parse_action(text) for text in actions)
+        self._scheduled = frozenset(self.actions)
         layouts, writer = rank.holding.params, self.writer
         masters = {name: rank.grad_spec(name) for name in rank.trained}
-        self._fused = fusible_places(plan.program, blocks.held) if plan.optimizer.fused else frozenset[str]()
+        self._fused = blocks.fused
         self._states = StateCopies(layouts, masters, rank.holding.mesh.shape, writer)
         self._gradients = Gradients(rank, writer, self._states, self._fused, self.actions)
         self.losses = LossSteps(rank, writer)
@@ -99,6 +99,7 @@ class RankSteps:
                     self._gradients.pause()
             elif action.kind is ActionKind.REDUCE_GRAD:
                 if index == last[ActionKind.REDUCE_GRAD]:
+                    self._gradients.go_on()
                     self._gradients.partials.end()
                     for parcel in joined:
                         self._gradients.reductions.send(parcel)
@@ -135,6 +136,8 @@ class RankSteps:
     def forward(self, action: Action) -> None:
         """A stage's forward, what it reads received before and what it makes sent after, where no action says when."""
         stage, m = action.stage, action.microbatch
+        self._gradients.go_on()
+        self.segments.reach(self.rank.plan.stages[stage].first)
         self._messages.arrive(self.rank.lowered.route(m).values, stage, m, lambda value, _: outer_names.value(value, m))
         self.stages.forward(stage, m)
         if not self._is_scheduled(ActionKind.SEND_F, action):
@@ -142,16 +145,19 @@ class RankSteps:
 
     def _backward(self, action: Action, final: dict[int, list[str]], ahead: Callable[[], None] | None = None) -> None:
         stage, m = action.stage, action.microbatch
+        self._gradients.go_on()
         if action.kind is not ActionKind.W:
             came = self._messages.arrive(self.rank.lowered.route(m).grads, stage, m, _grad_from(m))
             for value, name in came:
                 self.writer.add(StepKind.ACCUMULATE, args=(outer_names.grad_of(value, m), name), microbatch=m)
+        hands_on = action.kind is not ActionKind.W and self._hands_on(stage, m)
+        self._gradients.sent_after = self.rank.plan.stages[stage].first if hands_on else -1
         self.stages.backward(stage, m, action.kind, final, ahead)
         if action.kind is not ActionKind.W and not self._is_scheduled(ActionKind.SEND_B, action):
             self._send_grads(stage, m)
 
     def _is_scheduled(self, kind: ActionKind, action: Action) -> bool:
-        return Action(stage=action.stage, kind=kind, microbatch=action.microbatch) in self.actions
+        return Action(stage=action.stage, kind=kind, microbatch=action.microbatch) in self._scheduled
 
     def transfer(self, action: Action) -> None:
         """An action that only sends or receives."""
@@ -175,6 +181,11 @@ class RankSteps:
     def _send_grads(self, stage: int, m: int) -> None:
         for each in self._messages.sent_by(self.rank.lowered.route(m).grads, stage):
             self._messages.send(each, outer_names.grad_of(each.value, m), self.rank.parts(m).grads[each.value], m)
+        self._gradients.go_on()
+
+    def _hands_on(self, stage: int, m: int) -> bool:
+        """Whether another group of ranks waits for a stage's gradients of a microbatch."""
+        return bool(self._messages.sent_by(self.rank.lowered.route(m).grads, stage))
 
     def ended(self, kept: set[Name], grads: dict[str, Name], outputs: dict[str, OutputPlace]) -> RankProgram:
         """The program of the steps written so far; `kept` are values nothing gives up."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 
@@ -20,6 +21,7 @@ from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.machine.rank_groups import GroupPath, Holding, holdings, routes
 from paraplan.ir.machine.reshard import reshard_path
 from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.fused_updates import fusible_places
 from paraplan.ir.model.program import HALVES, master_dtype
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice, Plan
@@ -124,6 +126,11 @@ class PlanBlocks:
         self._specs: dict[str, TensorSpec] = {}
         self.routes = tuple(self._route(way.groups) for way in self.ways)
         self._route_of = {m: self.routes[index] for index, way in enumerate(self.ways) for m in way.microbatches}
+
+    @cached_property
+    def fused(self) -> frozenset[str]:
+        """The places whose updates fused kernels make."""
+        return fusible_places(self.plan.program, self.held) if self.plan.optimizer.fused else frozenset()
 
     def _stage_of_tail(self) -> int:
         """The stage that holds the tail.

@@ -20,6 +20,7 @@ from paraplan.ir.errors import ConstraintError, MixedSamples
 from paraplan.ir.machine.mesh import P, Partial, Placement, R, S, Shard
 from paraplan.ir.model.graph import Graph, Op
 from paraplan.ir.model.program import Program, Segment, SegmentKind
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.rules.strategies import AxisChoice
 from paraplan.rules.time_axis_ops import choose, choose_as_is, feasible, making, mixed
 
@@ -63,6 +64,9 @@ class ProgramMicro:
         return self.tail < len(self.segments)
 
 
+_MICROS: Lately[ProgramMicro] = SESSION.lately("time_axis.micros", 1 << 6)
+
+
 def dual(placement: Placement) -> Placement:
     """Where the gradient of a value stands: shards stay, whole values collect sums, sums spread whole."""
     if isinstance(placement, Shard):
@@ -80,6 +84,12 @@ def program_micro(program: Program, num_microbatches: int, in_space: bool = Fals
     Raises:
         ConstraintError: the batch does not divide, or an op mixes samples.
     """
+    return _MICROS.get(
+        (Same(program), num_microbatches, in_space), lambda: _program_micro(program, num_microbatches, in_space)
+    )
+
+
+def _program_micro(program: Program, num_microbatches: int, in_space: bool) -> ProgramMicro:
     if program.apart > 1 and not in_space:
         if num_microbatches != program.apart:
             raise ConstraintError(

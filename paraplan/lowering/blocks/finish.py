@@ -46,26 +46,35 @@ def split_block(
     values: dict[str, LocalValue],
     instrs: list[Instr],
     role: BlockRole,
-) -> tuple[Block | None, Block]:
-    """The instructions as two blocks, parted before the first wait; None where there is none.
+) -> tuple[Block | None, ...]:
+    """The instructions as blocks between which other work can come: parted before the first wait, and, where a
+    collective has to wait for another, after the last of those (a move over two axes: issue, go on, wait).
 
-    The second takes what the first issued, and inputs and values of the first that it reads.
+    Each takes what those before issued, and inputs and values of theirs that it reads; the first is None where nothing
+    waits.
     """
-    at = next((index for index, instr in enumerate(instrs) if instr.kind is InstrKind.WAIT), None)
-    if at is None:
+    waits = [index for index, instr in enumerate(instrs) if instr.kind is InstrKind.WAIT]
+    if not waits:
         return None, finish_block(name, inputs, outputs, (), values, instrs, role)
-    head, tail = instrs[:at], instrs[at:]
-    made = {out for instr in head for out in instr.outs}
-    read = {source for instr in head for source in _reads(instr)}
-    crossing = dict.fromkeys(
-        source
-        for source in (*(source for instr in tail for source in _reads(instr)), *outputs)
-        if source is not None and (source in made or source in inputs)
-    )
-    taken = tuple(source for source in inputs if source in read)
-    issued = tuple(source for source in crossing if source in made)
-    first = finish_block(f"{name}.issue", taken, issued, (), _of(values, head), head, role)
-    return first, finish_block(name, tuple(crossing), outputs, (), _of(values, tail), tail, role)
+    issued = [index for index, instr in enumerate(instrs) if instr.kind is InstrKind.COLLECTIVE]
+    last = issued[-1] if issued else -1
+    cuts = [waits[0], *(index for index in waits if waits[0] < last < index)][:2]
+    legs = [instrs[at:end] for at, end in zip((0, *cuts), (*cuts, len(instrs)), strict=True)]
+    names = [f"{name}.issue", *[f"{name}.on"] * (len(legs) - 2), name]
+    there, found = dict.fromkeys(inputs), list[Block]()
+    for at, leg in enumerate(legs):
+        later = [each for rest in legs[at + 1 :] for instr in rest for each in _reads(instr)]
+        taken = dict.fromkeys(source for instr in leg for source in _reads(instr) if source in there)
+        made = dict.fromkeys(out for instr in leg for out in instr.outs if out is not None)
+        if at == len(legs) - 1:
+            taken |= dict.fromkeys(out for out in outputs if out in there and out is not None)
+            given = outputs
+        else:
+            needed = {*later, *outputs}
+            given = tuple(each for each in made if each in needed)
+        found.append(finish_block(names[at], tuple(taken), given, (), _of(values, leg), leg, role))
+        there |= made
+    return tuple(found)
 
 
 def _of(values: dict[str, LocalValue], instrs: list[Instr]) -> dict[str, LocalValue]:

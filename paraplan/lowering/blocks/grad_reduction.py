@@ -73,6 +73,10 @@ class Reductions:
         """Take something else that goes with gradients."""
         self._parcels.send(parcel)
 
+    def go_on(self) -> None:
+        """A segment was passed."""
+        self._parcels.flights.go_on()
+
     def end(self) -> None:
         """Begin the rest, and wait for all."""
         self._parcels.end()
@@ -135,6 +139,10 @@ class Partials:
                 self._passed.add(name)
             else:
                 self._final((name,))
+
+    def go_on(self) -> None:
+        """A segment was passed."""
+        self._parcels.flights.go_on()
 
     def end(self) -> None:
         """Wait for all that is under way."""

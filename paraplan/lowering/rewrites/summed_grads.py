@@ -21,6 +21,7 @@ from paraplan.ir.execution.rank_program import SUM, SUMMED, Block, LocalValue, R
 from paraplan.ir.model.graph import refs
 from paraplan.ir.process.memo import SESSION, Lately, Same
 
+_MADE: Lately[dict[int, str]] = SESSION.lately("summed_grads.made", 1 << 16, len)
 _ADDING: Lately[Block] = SESSION.lately("summed_grads.adding", 1 << 16, lambda made: len(made.instrs))
 
 Sums = tuple[tuple[int, LocalValue], ...]
@@ -105,17 +106,24 @@ def _added(steps: Sequence[Step]) -> dict[tuple[int, Name], int]:
 
 def _may_add(block: Block, place: int, total: LocalValue, backend: str) -> bool:
     """Whether an output is a product's, as it was made, for an accumulator that a product can add to."""
-    names = (*block.outputs, *block.saved)
-    name = names[place]
-    if name is None or names.count(name) > 1:
+    name = _MADE.get((Same(block),), lambda: _products(block)).get(place)
+    if name is None:
         return False
     value = block.values[name]
-    maker = next((instr for instr in block.instrs if name in instr.outs), None)
-    if maker is None or maker.target != SUMMED or maker.kwargs:
-        return False
-    reads = any(name in refs((instr.args, tuple(instr.kwargs.values()))) for instr in block.instrs)
     alike = value.dtype == total.dtype or (backend == "cuda" and total.dtype == "float32")
-    return not reads and alike and (total.shape, total.strides) == (value.shape, value.strides) and not total.tier
+    return alike and (total.shape, total.strides) == (value.shape, value.strides) and not total.tier
+
+
+def _products(block: Block) -> dict[int, str]:
+    """Outputs of a block that products alone make and nothing in it reads, by position."""
+    names = (*block.outputs, *block.saved)
+    read = {name for instr in block.instrs for name in refs((instr.args, tuple(instr.kwargs.values())))}
+    made = {out for instr in block.instrs if instr.target == SUMMED and not instr.kwargs for out in instr.outs}
+    return {
+        place: name
+        for place, name in enumerate(names)
+        if name is not None and name in made and name not in read and names.count(name) == 1
+    }
 
 
 def _adding(block: Block, sums: Sums, done: Done) -> Block:

@@ -3,12 +3,16 @@
 A gradient is added to its accumulator as it is made, brought there with others (`reduce.Partials`), or added up over
 several microbatches first (`microbatch_groups`); once complete it is reduced to the optimizer's layout
 (`grad_reduction.Reductions`), and leaves the device where its parameter is updated elsewhere (`offloaded_states`).
+
+The gradient that a stage hands on to another is what a pipeline waits for, so what is complete by that backward sets
+out after it was sent: every position's reductions then delay its own next computation, and not, one after another, the
+last microbatch's way through all stages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paraplan.ir.execution.names import Name, accumulator
 from paraplan.ir.execution.rank_program import LocalValue, StepKind
@@ -37,6 +41,8 @@ class Gradients:
     Attributes:
         partials, reductions: on their way.
         strides_of: accumulator -> its strides.
+        sent_after: the segment whose backward makes the gradient that is handed on to another stage, so that
+            parameters' wait for `go_on`; -1 where none is.
     """
 
     def __init__(
@@ -49,11 +55,17 @@ class Gradients:
         self._accumulators = Accumulators(rank, writer, dtypes, fused)
         self.reductions = Reductions(rank, writer, dtypes, self._reduced)
         self.partials = Partials(rank, writer, self._accumulate, self.reductions.final)
-        self._groups = Groups(rank, writer, self._accumulators, self.partials.send, actions)
+        self._groups = Groups(rank, writer, self._accumulators, self._send_group, actions)
         self.strides_of: dict[Name, tuple[int, ...]] = {}
+        self.sent_after = -1
+        self._kept: list[Callable[[], None]] = []
+        self._waits = False
 
     def start(self, order: Sequence[int], m: int) -> None:
         """A backward of these segments begins."""
+        if self._waits:
+            self.partials.end()
+            self._waits = False
         self.partials.start(max((self._partial_bytes(index, m) for index in order), default=0))
 
     def add(self, name: str, out: Name, value: LocalValue, path: tuple[Move, ...], m: int, index: int) -> None:
@@ -64,6 +76,12 @@ class Gradients:
             path: the moves to where it accumulates.
             m, index: of which microbatch and segment.
         """
+        if index == self.sent_after:
+            self._kept.append(lambda: self._add(name, out, value, path, m, index))
+        else:
+            self._add(name, out, value, path, m, index)
+
+    def _add(self, name: str, out: Name, value: LocalValue, path: tuple[Move, ...], m: int, index: int) -> None:
         if not path:
             out, value = self._accumulators.begin(name, out, value, m, index)
             self.strides_of.setdefault(accumulator(name), value.strides)
@@ -77,12 +95,35 @@ class Gradients:
 
     def passed(self, final: Iterable[str]) -> None:
         """A segment's backward was called, the last to add to these parameters' gradients."""
-        self.partials.passed(final)
+        self._set_out(self.reductions.go_on)
+        self._set_out(self.partials.go_on)
+        self._set_out(lambda: self.partials.passed(final))
         self._states.grads.passed()
 
+    def go_on(self) -> None:
+        """What was kept back sets out."""
+        kept, self._kept, self.sent_after = self._kept, [], -1
+        for each in kept:
+            each()
+        if kept:
+            self.partials.rest()
+
+    def _set_out(self, send: Callable[[], None]) -> None:
+        self._kept.append(send) if self.sent_after >= 0 else send()
+
+    def _send_group(self, name: str, parcel: Parcel) -> None:
+        """Take a gradient that several microbatches have added up to."""
+        self._set_out(lambda: self.partials.send(name, parcel))
+
     def pause(self) -> None:
-        """A backward is over, and others follow."""
-        self.partials.end() if self._groups.every == 1 else self.partials.rest()
+        """A backward is over, and others follow: what it makes of every microbatch is waited for, with the next one's
+        begin where it has yet to set out."""
+        if self._groups.every > 1:
+            self.partials.rest()
+        elif self._kept:
+            self._waits = True
+        else:
+            self.partials.end()
 
     def leave(self, grads: Mapping[str, Name]) -> dict[str, Name]:
         """Gradients where their parameters are updated: those that were exchanged set out only now."""

@@ -87,7 +87,8 @@ class LossSteps:
             sources = {"scale": LOSS_SCALE} | ({} if d is None else {"count": outer_names.denominator(d)})
             total = None if d is None else outer_names.total(index)
             self.tangent_of[term.numerator] = outer_names.tangent(index)
-            self._waits.append(self._writer.issue(Flight(block, sources, (total, outer_names.tangent(index)))))
+            flight = Flight(block, sources, (total, outer_names.tangent(index)))
+            self._waits.append(self._writer.issue(flight).end)
 
     def end_waits(self) -> None:
         """Denominators are whole and gradients of numerators known from here on."""
@@ -134,7 +135,7 @@ class LossSteps:
         names = {f"numerator{at}": came.get(each, each) for at, each in enumerate(made)}
         names |= {f"denominator{at}": outer_names.total(i) for at, i in enumerate(indices)}
         shares = tuple(self.share_of(name, self._rank.group) for name in self.losses(self._rank.group))
-        return self._writer.issue(Flight(block, names, shares))
+        return self._writer.issue(Flight(block, names, shares)).end
 
     @property
     def metrics(self) -> dict[str, Name]:

@@ -73,6 +73,11 @@ class SegmentSteps:
                 parcels.setdefault(index, []).append(self._woken(name))
         visits = [Visit(index, tuple(found)) for index, found in parcels.items()]
         self._waking.line_up(self._gathers(visits, "hold."))
+        self._waking.begin()
+
+    def reach(self, index: int) -> None:
+        """A segment is next: what rested sharded is whole, before its input is waited for."""
+        self._waking.reach(index)
 
     def _gathers(self, visits: Sequence[Visit], stem: str = "gather.") -> Iterator[Stop]:
         blocks = ParcelBlocks(self._writer.cache, stem, BlockRole.GATHER, self._rank.extended, overwrites=False)

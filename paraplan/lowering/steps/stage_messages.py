@@ -52,6 +52,7 @@ class StageMessages:
         self._made: dict[object, Block | None] = {}
         self._posted: dict[tuple[str, int], list[Name]] = {}
         self._flying: dict[str, list[list[tuple[Name, str, int]]]] = {}
+        self._ends_of: dict[str, Ends] = {}
 
     def sent_by(self, crossings: Iterable[Crossing], stage: int) -> list[Crossing]:
         """What this rank sends once it has run a stage."""
@@ -146,9 +147,11 @@ class StageMessages:
         return keys
 
     def _ends(self, message: Message) -> Ends:
-        held = self._blocks.held
-        m = self._m if message.of_microbatch else 1
-        return ends_of(message, held[message.source].mesh, held[message.target].mesh, m)
+        if message.name not in self._ends_of:
+            held = self._blocks.held
+            meshes, m = (held[message.source].mesh, held[message.target].mesh), self._m if message.of_microbatch else 1
+            self._ends_of[message.name] = ends_of(message, *meshes, m)
+        return self._ends_of[message.name]
 
     def _extended(self, message: Message) -> Dims:
         return (self._m if message.of_microbatch else 1, *self._blocks.held[self._group].mesh.shape)

@@ -13,8 +13,9 @@ from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack
 from paraplan.ir.execution.names import Name, under_way
 from paraplan.ir.execution.rank_program import Block, StagedUpdate, Step, StepKind
 
-Parted = tuple[Block | None, Block | None]
-"""What issues and what waits; None where another block does, or nothing has to."""
+Parted = tuple[Block | None, ...]
+"""What issues, what goes on where one collective follows another, and what waits; None where another block does, or
+nothing has to."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Flight:
     """What is issued by one step and waited for by another.
 
     Attributes:
-        blocks: that issue and wait.
+        blocks: that issue, go on and wait.
         names: the outer name of what they read and make; what is issued and has none here is numbered.
         results: outer names of what there is in the end, in order; None where `names` has them.
         microbatch, segment: of both steps.
@@ -113,28 +114,57 @@ class StepWriter:
         self.blocks[block.name] = block
         self.add(StepKind.CALL, block=block.name, args=args, outs=outs, microbatch=microbatch, segment=segment)
 
-    def issue(self, flight: Flight) -> Callable[[], None]:
-        """Write the step that issues a flight; returns what writes the step that waits."""
-        issues, waits = flight.blocks
-        names = dict(flight.names)
-        if issues is not None:
-            for local in issues.outputs:
-                if local is not None and local not in names:
-                    names[local] = under_way(self._num_issued)
-                    self._num_issued += 1
-            self._call(flight, issues, names, None)
+    def issue(self, flight: Flight) -> UnderWay:
+        """Write the step that issues a flight; returns what writes those that go on and wait."""
+        first, *legs = flight.blocks
+        found = UnderWay(self, flight, dict(flight.names), legs)
+        if first is not None:
+            found.call(first)
+        return found
 
-        def end() -> None:
-            if waits is not None:
-                self._call(flight, waits, names, flight.results)
-            if flight.arrived is not None:
-                flight.arrived()
+    def number(self) -> Name:
+        """A name for what is under way."""
+        self._num_issued += 1
+        return under_way(self._num_issued - 1)
 
-        return end
 
-    def _call(
-        self, flight: Flight, block: Block, names: Mapping[str, Name], results: tuple[Name | None, ...] | None
-    ) -> None:
+@dataclass(eq=False)
+class UnderWay:
+    """A flight that was issued.
+
+    Attributes:
+        writer: of its steps.
+        flight: which.
+        names: the outer name of what its blocks read and made.
+        legs: its blocks yet to be called, the last of which waits.
+    """
+
+    writer: StepWriter
+    flight: Flight
+    names: dict[str, Name]
+    legs: list[Block | None]
+
+    def go_on(self) -> None:
+        """Issue what follows the collective that is under way, if something does."""
+        while len(self.legs) > 1:
+            block = self.legs.pop(0)
+            assert block is not None
+            self.call(block)
+
+    def end(self) -> None:
+        """Wait for it."""
+        self.go_on()
+        if (block := self.legs.pop()) is not None:
+            self.call(block, self.flight.results)
+        if self.flight.arrived is not None:
+            self.flight.arrived()
+
+    def call(self, block: Block, results: tuple[Name | None, ...] | None = None) -> None:
+        """Write the step that calls a block; results not given are named as its outputs, or numbered."""
         if results is None:
-            results = tuple(None if local is None else names.get(local) for local in block.outputs)
-        self.call(block, tuple(names[local] for local in block.inputs), results, flight.microbatch, flight.segment)
+            for local in block.outputs:
+                if local is not None and local not in self.names:
+                    self.names[local] = self.writer.number()
+            results = tuple(None if local is None else self.names[local] for local in block.outputs)
+        args = tuple(self.names[local] for local in block.inputs)
+        self.writer.call(block, args, results, self.flight.microbatch, self.flight.segment)

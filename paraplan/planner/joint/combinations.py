@@ -1,9 +1,9 @@
 """The space of pipelines: every combination of degree, inner mesh, microbatches, schedule and stages a position.
 
-A combination pins what `pipeline_search` needs to plan one pipeline. What the user pins restricts the list, and what
-cannot be (devices that do not lie along nodes, more stages than segments) is not in it. Limits: of meshes inside a
-position, one axis, and two whose second is a power of two no longer than a node; of microbatches, those of a power of
-two samples on every replica.
+A plan of one stage is a pipeline of degree 1. A combination pins what `pipeline_search` needs to plan one pipeline.
+What the user pins restricts the list, and what cannot be (devices that do not lie along nodes, more stages than
+segments) is not in it. Limits: of meshes inside a position, one axis, and two whose second is a power of two no longer
+than a node; of microbatches, those of a power of two samples on every replica.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Combination:
         """For notes and progress."""
         mesh = f" mesh {'x'.join(map(str, self.mesh))}" if self.mesh else ""
         each = f" with {self.each} stages a position" if self.each > NAMED[self.schedule].stages else ""
+        if self.pp == 1:
+            return f"one stage{mesh}, {self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
         return f"pp={self.pp}{mesh}, {self.microbatches} microbatches, {self.schedule}{each}"
 
     def orders(self) -> Orders:
@@ -66,14 +68,14 @@ class Combination:
     def pinned(self, constraints: Constraints) -> Constraints:
         """The user's constraints with the combination's choices, stages apart."""
         mesh = self.mesh or constraints.mesh
-        schedule = SEARCHED if constraints.schedule == SEARCHED else self.schedule
+        schedule = SEARCHED if constraints.schedule == SEARCHED else None if self.pp == 1 else self.schedule
         return msgspec.structs.replace(
             constraints, pp=self.pp, mesh=mesh, microbatches=self.microbatches, schedule=schedule
         )
 
 
 def combinations(job: Job, constraints: Constraints) -> list[Combination]:
-    """Every combination that what is pinned allows, of two positions at least.
+    """Every combination that what is pinned allows; of one position where no schedule is pinned.
 
     Raises:
         ConstraintError: what is pinned leaves none; says why the last one tried is not in the space.
@@ -83,7 +85,7 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
     found: list[Combination] = []
     refused: ConstraintError | None = None
     n = job.cluster.num_devices
-    for pp in (d for d in range(2, n + 1) if n % d == 0):
+    for pp in (d for d in range(1 if constraints.schedule is None else 2, n + 1) if n % d == 0):
         try:
             check_constraints(msgspec.structs.replace(constraints, pp=pp), n)
             inner = first_devices(job.cluster, pp)
@@ -139,6 +141,9 @@ def _counts(job: Job, constraints: Constraints, replicas: tuple[int, ...]) -> tu
 def _schedules(job: Job, constraints: Constraints, pp: int, mesh: tuple[int, ...], count: int) -> Iterator[Combination]:
     """Of some microbatches: every schedule that takes them, with every number of stages a position."""
     segments, micro = len(job.program.segments), program_micro(job.program, count)
+    if pp == 1:
+        yield Combination(pp, mesh, count, "gpipe" if micro.has_tail and count > 1 else "1f1b", 1)
+        return
     names = tuple(NAMED) if constraints.schedule in (None, SEARCHED) else (constraints.schedule,)
     for name in names:
         if name not in NAMED or (micro.has_tail and name != "gpipe" and count > 1):

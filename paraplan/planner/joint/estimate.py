@@ -3,13 +3,14 @@
 Stages are cut so that the slowest takes least. Orders of the schedule are simulated over stages' seconds and messages
 (`schedules.event_simulation`); what a position holds is its parameters' share, what its microbatches in flight save,
 and a call's workspace. Where that is over the budget, as much is recomputed in its stages as fits, by the kinds' own
-options at one price per byte, and the orders are simulated again. Limits: an estimate, neither a bound nor a simulated
-plan; halves of a backward are taken to be equal; waits for reductions at the end of a pipeline's step are left out.
+options at one price per byte, and the orders are simulated again. A stage's gradients are reduced from its last
+backward on, one stage of a position after another, beside what it still computes; its updates follow. Limits: an
+estimate, neither a bound nor a simulated plan; halves of a backward are taken to be equal; links are thought to be
+shared by nothing else.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ import msgspec
 from paraplan.cost_models.communication.collectives import p2p_s
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.stage_prices import StagePrices
 from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory, cut_evenly
-from paraplan.planner.schedules.event_simulation import evaluate
-from paraplan.planner.schedules.schedule_problem import StageCosts, stages_of
+from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.schedules.event_simulation import Ended, ended
+from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, stages_of
 from paraplan.rules.time_axis import program_micro
 
 FILLED = {"zb-h1": 0.5, "zb-v": 0.5, "chimera": 0.5, "hanayo": 1.0, "interleaved": 1.0}
@@ -69,7 +70,8 @@ class Pricer:
         and drains, and what does not fit is recomputed.
 
         Fill and drain are (pp - 1) / (microbatches · stages a position) of the work, less what a schedule's split
-        backwards or second direction fill (`FILLED`). Infinite where what a position keeps does not fit.
+        backwards or second direction fill (`FILLED`), and every hop of a first and a last microbatch. Infinite where
+        what a position keeps does not fit.
         """
         pp, each = combination.pp, combination.each
         kept = prices.kept_bytes(mesh_shape) / pp
@@ -78,17 +80,20 @@ class Pricer:
             return math.inf
         cut_s = each * (prices.cut_forward_s + prices.cut_backward_s)
         work_s = combination.microbatches * (sum(prices.seconds) / pp + cut_s)
-        held = sum(options[0].saved_bytes for options in prices.options) / pp
+        held = prices.saved_bytes / pp
         most = pp * (1 + 1 / each) if combination.schedule == "interleaved" else float(pp)
         flying = min(float(combination.microbatches), math.inf if combination.schedule == "gpipe" else most)
         again_s = 0.0
         if held * flying > room:
-            fates = _cheapest(prices, range(len(prices.options)), room * pp / flying)
-            if fates is None:
+            extra_s = prices.least_extra_s(room * pp / flying)
+            if math.isinf(extra_s):
                 return math.inf
-            again_s = combination.microbatches * sum(extra for _, extra in fates.values()) / pp
+            again_s = combination.microbatches * extra_s / pp
         fill = FILLED.get(combination.schedule, 1.0) * (pp - 1) / (combination.microbatches * each)
-        return (work_s + again_s) * (1 + fill) + prices.end_s / pp
+        once_s = (prices.gather_s + prices.reduce_s) / (pp * each) + prices.update_s / pp
+        hops = 2 * (combination.num_stages - 1) if pp > 1 else 0
+        hops_s = hops * self._hop_s(prices, len(prices.seconds) // 2, combination, mesh_shape)
+        return max((work_s + again_s) * (1 + fill) + hops_s, prices.reduce_s / pp) + once_s
 
     def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
         """What a combination comes to; None where its stages cannot be cut.
@@ -104,21 +109,27 @@ class Pricer:
             return None
         memory = prices.memory(mesh_shape)
         stages = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
-        found = evaluate(orders, stages)
+        found = ended(orders, stages)
         room = [self.budget - prices.workspace_bytes] * len(orders)
         stages, over = _recomputed(prices, bounds, stages, stages_of(orders), found.peak_bytes, room)
         if over:
             return Estimate(combination, math.inf, over, bounds, prices)
         if over is not None:
-            found = evaluate(orders, stages)
-        step_s = found.step_s + self._end_s(prices, bounds, stages_of(orders))
-        return Estimate(combination, step_s, 0, bounds, prices)
+            found = ended(orders, stages)
+        return Estimate(combination, self._ended_s(prices, bounds, orders, found), 0, bounds, prices)
 
-    def _end_s(self, prices: StagePrices, bounds: Bounds, held: Sequence[Sequence[int]]) -> float:
-        """The reductions and updates of the position with most of the work."""
-        whole = sum(prices.seconds)
-        shares = [sum(sum(prices.seconds[slice(*bounds[stage])]) for stage in stages) for stages in held]
-        return prices.end_s * max(shares) / whole if whole else 0.0
+    def _ended_s(self, prices: StagePrices, bounds: Bounds, orders: Orders, found: Ended) -> float:
+        """When the last position has reduced its gradients and updated."""
+        whole = sum(prices.seconds) or 1.0
+        share = [sum(prices.seconds[slice(*bound)]) / whole for bound in bounds]
+        over_s = found.stage_s
+        ended_s = found.step_s
+        for mine in stages_of(orders):
+            link_s = 0.0
+            for stage in sorted(mine, key=lambda stage: over_s[stage]):
+                link_s = max(link_s, over_s[stage]) + prices.reduce_s * share[stage]
+            ended_s = max(ended_s, link_s + prices.update_s * sum(share[stage] for stage in mine))
+        return ended_s + prices.gather_s * share[0]
 
     def _stage(
         self,
@@ -131,13 +142,7 @@ class Pricer:
         first, stop = bound
         forward_s = sum(prices.forward_s[first:stop]) + prices.cut_forward_s
         backward_s = sum(prices.backward_s[first:stop]) + prices.cut_backward_s
-        program, size = prices.sharding.job.program, math.prod(mesh_shape)
-        handed = [] if stop == len(program.segments) else [
-            program.kinds[program.segments[stop - 1].kind].graph.values[name]
-            for name in program.kinds[program.segments[stop - 1].kind].outputs
-        ]  # fmt: skip
-        nbytes = sum(spec.nbytes for spec in handed) // (combination.microbatches * size)
-        send_s = self._message_s(nbytes, size) if handed else 0.0
+        send_s = self._hop_s(prices, stop, combination, mesh_shape)
         return StageCosts(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -149,6 +154,15 @@ class Pricer:
             weight_grad_bytes=sum(memory.saved_bytes[first:stop]) // 2,
             fixed_bytes=memory.kept_bytes(first, stop),
         )
+
+    def _hop_s(self, prices: StagePrices, stop: int, combination: Combination, mesh_shape: tuple[int, ...]) -> float:
+        """What a microbatch of what the segments before `stop` make takes to the next position."""
+        program, size = prices.sharding.job.program, math.prod(mesh_shape)
+        if not 0 < stop < len(program.segments) or combination.pp == 1:
+            return 0.0
+        kind = program.kinds[program.segments[stop - 1].kind]
+        nbytes = sum(kind.graph.values[name].nbytes for name in kind.outputs)
+        return self._message_s(nbytes // (combination.microbatches * size), size)
 
     def _message_s(self, nbytes: int, size: int) -> float:
         """From a position to the next, rank to rank."""
@@ -198,7 +212,7 @@ def _recomputed(
 
 def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict[int, tuple[int, float]] | None:
     """Per segment (bytes saved, seconds made again), at the least price per byte at which all fit; None: at none."""
-    for price in prices_per_byte(prices):
+    for price in prices.per_byte:
         fates = {}
         for i in segments:
             best = min(prices.options[i], key=lambda o: (o.extra_s + price * o.saved_bytes, o.saved_bytes))
@@ -206,13 +220,3 @@ def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict
         if sum(saved for saved, _ in fates.values()) <= room:
             return fates
     return None
-
-
-def prices_per_byte(prices: StagePrices) -> list[float]:
-    """Prices at which a kind's choice changes, least first."""
-    found = {0.0}
-    for options in prices.sharding.options:
-        for a, b in itertools.pairwise(options):
-            if a.saved_bytes > b.saved_bytes:
-                found.add((b.extra_s - a.extra_s) / (a.saved_bytes - b.saved_bytes) * (1 + 1e-9))
-    return sorted(found | {max(found) * 2 + 1e-18})

@@ -9,10 +9,11 @@ what was not planned is slower is not proved, and a note says what was left.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 
@@ -27,10 +28,11 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.sharding_front import front
-from paraplan.planner.joint.stage_prices import StagePrices, few_microbatches, stage_prices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_search import first_devices, search_pipeline
-from paraplan.planner.pipeline.stage_sharding import Sharding, Shardings
+from paraplan.planner.pipeline.shorten import runs_of, shortened
+from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
+from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.sharding.solve import SolveLimits
 
@@ -44,12 +46,15 @@ SLACK = 0.03
 """What an estimate may be too high by: combinations estimated so much above the best plan are left."""
 WORTH = 0.01
 """By how much a sample has to be faster in a larger microbatch for larger ones still to be priced."""
-KEPT_SHARE = 0.6
-"""Of a device's room, what parameters, gradients and states may take: the rest is for activations."""
-SHARES = (0.02, 0.1, 0.5, 2.0)
+SHARES = (0.1, 0.5, 2.0)
 """Prices of what shardings keep, each as a share of the work at which all would be kept."""
-GAP = 5e-3
+GAP = 1e-2
 """Of the work of a sharding that is priced, what it may be above the least."""
+USUAL = 16
+"""Microbatches, or near as many, at which shardings are chosen: what a step does once does not count for more than in
+a pipeline, where it goes on beside other microbatches."""
+ENOUGH = 0.35
+"""Of a device's room: where a sharding keeps no more in any pipeline, none that keeps less is looked for."""
 ESTIMATED = 60
 """Combinations whose orders are simulated: the best by a closed form."""
 PRICED_SHARE, ESTIMATED_SHARE = 0.4, 0.55
@@ -90,24 +95,40 @@ class JointSearch:
     def found(self, listed: Sequence[Combination], one_stage: OneStage) -> Plan:
         """The fastest plan of one stage or of some combinations."""
         estimates = self._estimates(listed)
-        in_vain = 0
-        for estimate in estimates:
-            if self.plans and (self.deadline.is_over or in_vain >= MOST or estimate.step_s > (1 + SLACK) * self.best_s):
-                break
-            before = self.best_s
-            self._plan(estimate)
-            in_vain = 0 if self.best_s < before else in_vain + 1
+        promising: list[tuple[float, Callable[[], None]]] = [
+            (each.step_s, partial(self._plan, each)) for each in estimates
+        ]
         if self.constraints.schedule is None:
-            self._try("one stage", lambda: one_stage(self.constraints))
+            promising.append((math.inf, partial(self._try, "one stage", partial(one_stage, self.constraints))))
+        in_vain, longest_s = 0, 0.0
+        for step_s, plan in sorted(promising, key=lambda each: each[0]):
+            late = self.deadline.passed_s + longest_s > self.deadline.limit_s or in_vain >= MOST
+            if self.plans and (late or (math.isfinite(step_s) and step_s > (1 + SLACK) * self.best_s)):
+                break
+            before, began_s = self.best_s, self.deadline.passed_s
+            plan()
+            in_vain = 0 if self.best_s < before else in_vain + 1
+            longest_s = max(longest_s, self.deadline.passed_s - began_s)
         if not self.plans:
             raise next((each for each in self.faults if not isinstance(each, ConstraintError)), self.faults[-1])
         best = min(self.plans, key=_step_s)
-        late = "; then time ran out" if self.deadline.is_over else ""
+        if len(best.stages) == 1 and self._meshes_free and not self.deadline.is_over:
+            mesh, count = best.stages[0].mesh.shape, best.num_microbatches
+            pinned = msgspec.structs.replace(self.constraints, mesh=mesh, microbatches=count)
+            self._try(f"one stage, solved on mesh {'x'.join(map(str, mesh))}", lambda: one_stage(pinned))
+            best = min(self.plans, key=_step_s)
+        late_words = "; then time ran out" if self.deadline.passed_s + longest_s > self.deadline.limit_s else ""
         note = (
             f"{len(estimates)} pipelines were estimated, of which the fastest were planned: {'; '.join(self.words)}"
-            f"{late}"
+            f"{late_words}"
         )
         return msgspec.structs.replace(best, notes=(*best.notes, note))
+
+    @property
+    def _meshes_free(self) -> bool:
+        """Whether the search chooses meshes."""
+        c = self.constraints
+        return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
 
     def _try(self, text: str, planned: Callable[[], Plan]) -> None:
         self.progress(text)
@@ -139,10 +160,13 @@ class JointSearch:
         quick: list[tuple[float, int, Combination, StagePrices]] = []
         self._price_all(listed)
         for number, combination in enumerate(listed):
-            prices = self._fastest(combination)
-            if prices is not None:
-                shape = self._mesh_shape(combination, prices)
-                quick.append((pricer.quick_s(combination, prices, shape), number, combination, prices))
+            known = [
+                (pricer.quick_s(combination, prices, self._mesh_shape(combination, prices)), prices)
+                for prices in self._prices.get(self._kind(combination), ())
+            ]
+            if known:  # where none fits, the leanest
+                least_s, prices = min(reversed(known), key=lambda each: each[0])
+                quick.append((least_s, number, combination, prices))
         found: list[Estimate] = []
         for _, _, combination, prices in sorted(quick, key=lambda each: each[:2])[:ESTIMATED]:
             if found and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
@@ -166,13 +190,6 @@ class JointSearch:
         size = self.job.cluster.num_devices // combination.pp
         return combination.mesh or (size // math.prod(shape[1:]), *shape[1:])
 
-    def _fastest(self, combination: Combination) -> StagePrices | None:
-        """The prices of the fastest sharding whose positions may keep what they do, or of the leanest."""
-        known = self._prices.get(self._kind(combination), ())
-        room = KEPT_SHARE * self.budget * combination.pp
-        fitting = (each for each in known if each.kept_bytes(self._mesh_shape(combination, each)) <= room)
-        return next(fitting, known[-1] if known else None)
-
     def _kind(self, combination: Combination) -> Kind:
         """What prices depend on, but for what stages may keep: combinations alike in it share them."""
         outer = combination.mesh[0] if combination.mesh else 1
@@ -181,23 +198,32 @@ class JointSearch:
         return inner, len(combination.mesh), combination.mesh[:1] == (1,), samples
 
     def _price_all(self, listed: Sequence[Combination]) -> None:
-        """Price what combinations need: of every kind the fewest samples first, and more as long as they pay."""
+        """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay."""
         needed: dict[Kind, list[Combination]] = {}
         for combination in listed:
             needed.setdefault(self._kind(combination), []).append(combination)
-        best_s: dict[Kind, float] = {}
-        for kind in sorted(needed, key=lambda kind: (str(kind[:3]), -kind[3]), reverse=True):
+        ways: dict[Kind, list[Kind]] = {}
+        for kind in sorted(needed, key=lambda kind: (kind[1], [-n for n in kind[0]], kind[2], kind[3])):
+            ways.setdefault((*kind[:3], 0.0), []).append(kind)
+        best_s = dict.fromkeys(ways, math.inf)
+        rounds = itertools.chain.from_iterable(itertools.zip_longest(*ways.values()))
+        for kind in (each for each in rounds if each is not None):
             alike = (*kind[:3], 0.0)
-            if best_s.get(alike) == -math.inf or (self._prices and self._late):
+            if best_s[alike] == -math.inf or (self._prices and self._late):
                 continue
-            middle = needed[kind][len(needed[kind]) // 2]
-            self.progress(f"prices of stages: {middle.text}")
-            self._prices[kind] = self._price(middle)
+            usual = min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL)))
+            self.progress(f"prices of stages: {usual.text}")
+            self._prices[kind] = self._price(usual, min((each.pp for each in needed[kind] if each.pp > 1), default=1))
             each_s = min((sum(prices.seconds) for prices in self._prices[kind]), default=math.inf) / kind[3]
-            best_s[alike] = -math.inf if each_s > (1 - WORTH) * best_s.get(alike, math.inf) else each_s
+            best_s[alike] = -math.inf if each_s > (1 - WORTH) * best_s[alike] else each_s
 
-    def _price(self, combination: Combination) -> tuple[StagePrices, ...]:
-        """Shardings on a position's devices with their prices, fastest first; none that keeps more and takes longer."""
+    def _price(self, combination: Combination, fewest: int) -> tuple[StagePrices, ...]:
+        """Shardings on a position's devices with their prices, fastest first; none that keeps more and takes longer.
+
+        Args:
+            combination: whose mesh and microbatches they are chosen for.
+            fewest: positions that they are used for.
+        """
         found: list[StagePrices] = []
         try:
             part, inner, mesh = self._position(combination)
@@ -205,7 +231,13 @@ class JointSearch:
                 time_s=self.deadline.share_s(PRICED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
             )
             for decisions in front(part, mesh, combination.microbatches, inner, limits, SHARES):
-                found.append(stage_prices(Sharding(part, decisions)))
+                found.append(Sharding(part, decisions).prices)
+                widest = (
+                    part.cluster.num_devices * combination.pp // fewest // math.prod(mesh.shape[1:]),
+                    *mesh.shape[1:],
+                )
+                if found[-1].kept_bytes(widest) <= ENOUGH * self.budget * fewest:
+                    break
         except (ConstraintError, NoPlanError) as fault:
             self.faults.append(fault)
         found.sort(key=lambda each: sum(each.seconds))
@@ -230,15 +262,32 @@ class JointSearch:
         return part, inner, candidate_meshes(part, inner)[0]
 
     def _sharding(self, estimate: Estimate) -> Sharding | None:
-        """The priced sharding on the combination's own mesh; None where its dims do not divide there."""
-        decisions, combination = estimate.prices.sharding.decisions, estimate.combination
-        part, _, mesh = self._position(combination)
+        """The priced sharding on the combination's own mesh; where its dims do not divide there, the one of that mesh
+        which comes to least; None where there is none."""
+        combination = estimate.combination
         try:
-            sharding = Sharding(part, replace(decisions, mesh=mesh, num_microbatches=combination.microbatches))
-            lower(few_microbatches(sharding.whole))
-        except (ParaplanError, LookupError, ValueError):
+            part, _, mesh = self._position(combination)
+        except ConstraintError:
             return None
-        return sharding
+
+        def there(prices: StagePrices) -> Sharding | None:
+            decisions = replace(prices.sharding.decisions, mesh=mesh, num_microbatches=combination.microbatches)
+            try:
+                sharding = Sharding(part, decisions)
+                lower(few_microbatches(shortened(sharding.whole, runs_of(sharding.whole)).plan))
+            except (ParaplanError, LookupError, ValueError):
+                return None
+            return sharding
+
+        if (found := there(estimate.prices)) is not None:
+            return found
+        pricer = Pricer(self.job.cluster, self.budget)
+        own = min(
+            self._price(combination, combination.pp),
+            key=lambda prices: pricer.quick_s(combination, prices, prices.shape),
+            default=None,
+        )
+        return None if own is None else there(own)
 
 
 def search_joint(

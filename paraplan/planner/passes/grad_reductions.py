@@ -2,10 +2,11 @@
 
 A reduce-scatter holds what it reads until it is through, as does a sum over two axes, so lowering lets two be under
 way and then waits, which costs little memory and, where reductions are slower than the backward that makes gradients,
-time; in a pipeline every stage's wait is the next one's. `Plan.reducing_bytes` allows more. Where gradients accumulate
-in shards, every microbatch's is reduced; `Plan.reduce_every` adds those of several up first, for the room of whole
-gradients. Of a finished plan a few more are lowered and simulated: without a limit, and with what the plan left free;
-reduced once a step and, in a pipeline, once for as many microbatches as it has positions. The fastest that fits counts.
+time. `Plan.reducing_bytes` allows more; a pipeline's plans begin with a sixteenth of a device's memory. Where gradients
+accumulate in shards, every microbatch's is reduced; `Plan.reduce_every` adds those of several up first, for the room of
+whole gradients. Of a finished plan a few more are lowered and simulated: without a limit, and with what the plan left
+free; reduced once a step and, in a pipeline, once for as many microbatches as it has positions. The fastest that fits
+counts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from paraplan.ir.machine.mesh import P, parse_layout
+from paraplan.ir.machine.mesh import P, R, Shard, parse_layout
 from paraplan.ir.model.program import trained_params
 from paraplan.ir.plan import Plan, Stage
 from paraplan.planner.evaluate_plan import Realised, realised
@@ -26,17 +27,18 @@ ROOM = 16
 WORTH_ROOM = 0.05
 """Share of a step that communication is waited for, from which on activations make room for reductions under way."""
 WORTH = 0.005
-"""Share of a step that communication is waited for, from which on it is asked whether gradients can wait."""
+"""Share of a step that communication is waited for, from which on it is asked whether reductions can wait longer."""
 
 
 def reducing(made: Realised, budget_bytes: int) -> Realised:
     """The plan with gradients reduced after as many microbatches, and as many at a time, as memory allows and is
     faster."""
-    best = _first_that_fits(made, more_under_way(made.plan, made.peak_bytes, budget_bytes), budget_bytes)
     if made.simulation.exposed_comm_s < WORTH * made.simulation.step_s:
-        return best
-    for plan in grouped(made.plan):
-        best = _first_that_fits(best, _under_way(plan), budget_bytes)
+        return made
+    best = _first_that_fits(made, more_under_way(made.plan, made.peak_bytes, budget_bytes), budget_bytes)
+    if any(map(_accumulates_shards, made.plan.stages)):
+        for plan in grouped(made.plan):
+            best = _first_that_fits(best, _under_way(plan), budget_bytes)
     return best
 
 
@@ -59,19 +61,20 @@ def grouped(plan: Plan) -> Iterator[Plan]:
             yield msgspec.structs.replace(plan, reduce_every=every)
 
 
-def waiting_less(plan: Plan, budget_bytes: int) -> Iterator[Plan]:
-    """The plan with gradients reduced after more microbatches, most first, and some room for those under way; nothing
-    where waits for communication are not worth room.
+def waiting_less(made: Realised) -> Iterator[Plan]:
+    """The plan with gradients reduced after more microbatches, most first; nothing where waits for communication are
+    not worth the room of whole gradients, or gradients accumulate whole already."""
+    simulation, plan = made.simulation, made.plan
+    if simulation.exposed_comm_s >= WORTH_ROOM * simulation.step_s and any(map(_accumulates_shards, plan.stages)):
+        yield from grouped(plan)
 
-    Args:
-        plan: with its prediction.
-        budget_bytes: what a device may hold.
-    """
-    told = plan.prediction
-    if told is None or told.exposed_comm_s < WORTH_ROOM * told.step_s or not any(map(_reduces, plan.stages)):
-        return
-    for each in grouped(plan):
-        yield msgspec.structs.replace(each, reducing_bytes=budget_bytes // ROOM)
+
+def _accumulates_shards(stage: Stage) -> bool:
+    """Whether some gradient accumulates in shards along an axis that shares the batch out: each microbatch's is
+    reduced."""
+    batch = {axis for text in stage.batch.values() for axis, each in enumerate(parse_layout(text)) if each != R}
+    grads = (parse_layout(layouts.grad) for layouts in set(stage.params.values()) if layouts.grad)
+    return any(isinstance(grad[axis], Shard) for grad in grads for axis in batch)
 
 
 def _under_way(plan: Plan) -> Iterator[Plan]:
@@ -80,14 +83,15 @@ def _under_way(plan: Plan) -> Iterator[Plan]:
 
 
 def more_under_way(plan: Plan, peak_bytes: int, budget_bytes: int) -> Iterator[Plan]:
-    """The plan with more reductions under way, most first; nothing where no gradient is left to reduce.
+    """The plan with more reductions under way, most first; nothing where no gradient is left to reduce, or some room
+    was given already.
 
     Args:
         plan: finished.
         peak_bytes: what it peaks at.
         budget_bytes: what a device may hold.
     """
-    if plan.memory_actions is not None or not any(map(_reduces, plan.stages)):
+    if plan.memory_actions is not None or plan.reducing_bytes or not any(map(_reduces, plan.stages)):
         return
     whole = sum(8 * plan.program.params[name].spec.numel for name in trained_params(plan.program))
     yield msgspec.structs.replace(plan, reducing_bytes=whole)

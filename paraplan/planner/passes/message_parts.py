@@ -10,13 +10,29 @@ from __future__ import annotations
 
 import msgspec
 
+from paraplan.ir.machine.mesh import R
+from paraplan.ir.plan import Plan
+from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.evaluate_plan import Realised, realised
 
 
 def parted(made: Realised, budget_bytes: int) -> Realised:
     """The pipeline with messages in parts where that is faster and fits."""
-    if len({stage.mesh.devices for stage in made.plan.stages}) < 2 or made.plan.stages[0].mesh.size < 2:
+    if not _sends_the_same(made.plan):
         return made
     tried = realised(msgspec.structs.replace(made.plan, parted_messages=True))
     faster = tried.simulation.step_s < made.simulation.step_s and tried.peak_bytes <= budget_bytes
     return tried if faster else made
+
+
+def _sends_the_same(plan: Plan) -> bool:
+    """Whether ranks of a stage send what others of it send as well."""
+    if len({stage.mesh.devices for stage in plan.stages}) < 2 or plan.stages[0].mesh.size < 2:
+        return False
+    blocks = PlanBlocks(plan)
+    crossings = (each for route in blocks.routes for each in (*route.values, *route.grads))
+    return any(
+        place == R and size > 1
+        for each in crossings
+        for place, size in zip(each.message.sent[1:], blocks.held[each.message.source].mesh.shape, strict=True)
+    )

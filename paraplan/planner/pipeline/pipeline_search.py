@@ -19,21 +19,19 @@ from functools import cached_property
 import msgspec
 
 from paraplan.cost_models.bound import rank_bound
-from paraplan.cost_models.predict import predict, simulate_plan, with_used_profile
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.predict import predict, with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
-from paraplan.lowering import lower
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.evaluate_plan import realised
+from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
-from paraplan.planner.passes.grad_reductions import reducing, waiting_less
+from paraplan.planner.passes.grad_reductions import ROOM, WORTH, reducing, waiting_less
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
@@ -41,7 +39,8 @@ from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
 from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
-from paraplan.planner.pipeline.stage_sharding import Sharding, Shardings
+from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.named import NAMED
@@ -71,15 +70,15 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings, fi
     if constraints.schedule == SEARCHED:
         return _searched(job, constraints, shardings)
     case = _case(job, constraints)
-    tried: list[Plan] = []
-    fitting: list[Plan] = []
+    tried: list[Realised] = []
+    fitting: list[Realised] = []
     for rung in constraints.placing.rungs(constraints.tiers)[:2]:
         if not fitting:
             tried += _with_shardings(replace(case, inner=case.inner.placed(rung)), shardings, first)
-            fitting = [plan for plan in tried if case.fits(plan)]
+            fitting = [made for made in tried if case.fits(made)]
     if not fitting:
         raise SolverLimitError(_overflow(tried, case.budget, case.positions))
-    return _quickened(min(fitting, key=_step_s), constraints, case.budget)
+    return _quickened(min(fitting, key=_taken_s), constraints, case.budget)
 
 
 def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
@@ -105,12 +104,12 @@ def _cut(plan: Plan) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _priced_alone(plan: Plan) -> Plan:
-    return _priced(msgspec.structs.replace(plan, notes=()))
+    return _told(realised(msgspec.structs.replace(plan, notes=())))
 
 
-def _with_shardings(case: _Case, shardings: Shardings, first: Sharding | None) -> list[Plan]:
-    """Plans with shardings that keep less and less, until one fits as it is."""
-    tried: list[Plan] = []
+def _with_shardings(case: _Case, shardings: Shardings, first: Sharding | None) -> list[Realised]:
+    """Plans with shardings that keep less and less, until one fits as it is; of a given sharding, until one fits."""
+    tried: list[Realised] = []
     kept_bytes: float | None = None
     for _ in range(SHARDINGS):
         try:
@@ -122,13 +121,13 @@ def _with_shardings(case: _Case, shardings: Shardings, first: Sharding | None) -
             break
         plans = case.plans(sharding)
         tried += plans
-        if case.fits(plans[0]):
+        if case.fits(plans[0]) or (first is not None and any(map(case.fits, plans))):
             break
         kept_bytes = case.less_kept(sharding, plans[0])
     return tried
 
 
-def _quickened(best: Plan, constraints: Constraints, budget: int) -> Plan:
+def _quickened(best: Realised, constraints: Constraints, budget: int) -> Plan:
     """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, products in
     pieces, the host's updates one step late, and states that come to theirs ahead."""
 
@@ -136,13 +135,11 @@ def _quickened(best: Plan, constraints: Constraints, budget: int) -> Plan:
         made = realised(tried)
         return made.simulation.step_s if made.peak_bytes <= budget and not made.over_bytes else math.inf
 
-    made = parted(cast_once(realised(best), budget), budget)
-    plan = overlapped(reducing(made, budget), constraints.overlap, budget).plan
-    plan = choose_ahead(choose_delay(plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
-    if plan == best:
-        return best
-    priced = _priced_alone(plan)
-    return msgspec.structs.replace(priced, notes=(*best.notes, *delay_note(plan)))
+    made = parted(cast_once(best, budget), budget)
+    made = overlapped(reducing(made, budget), constraints.overlap, budget)
+    plan = choose_ahead(choose_delay(made.plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
+    told = _told(made if plan == made.plan else realised(plan))
+    return msgspec.structs.replace(told, notes=(*told.notes, *delay_note(plan)))
 
 
 @dataclass(frozen=True)
@@ -167,17 +164,16 @@ class _Case:
     orders: Orders
     schedule: Schedule
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether no rank holds more than it may."""
-        assert plan.prediction is not None
-        return max(plan.prediction.peak_bytes) <= self.budget
+    def fits(self, made: Realised) -> bool:
+        """Whether no rank, and no tier, holds more than it may."""
+        return made.peak_bytes <= self.budget and not made.over_bytes
 
-    def plans(self, sharding: Sharding) -> list[Plan]:
-        """Priced plans with a sharding: the one that recomputes nothing (or what is pinned), and others if it does not
+    def plans(self, sharding: Sharding) -> list[Realised]:
+        """Plans with a sharding: the one that recomputes nothing (or what is pinned), and others if it does not
         fit."""
         pinned = self.constraints.recompute
         activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
-        bounds = self.constraints.stages or cut_evenly(sharding.seconds, self.num_stages, self.tail)
+        bounds = self.constraints.stages or cut_evenly(sharding.prices.seconds, self.num_stages, self.tail)
         if bounds is None:
             raise ConstraintError(
                 f"{self.num_stages} stages: the last one holds all segments from {self.tail} on, which run once on the "
@@ -190,16 +186,16 @@ class _Case:
             found += self._cut_by_memory(sharding, bounds, found[0])
         if pinned is None:
             found.append(self._recomputing(sharding, bounds, found[0]))
-            waiting = [_priced(msgspec.structs.replace(each, notes=())) for each in waiting_less(found[0], self.budget)]
-            if waiting and _step_s(less := min(waiting, key=_step_s)) < _step_s(found[0]):
+            waiting = list(map(realised, waiting_less(found[0])))
+            if waiting and _taken_s(less := min(waiting, key=_taken_s)) < (1 - WORTH) * _taken_s(found[0]):
                 found.append(self._recomputing(sharding, bounds, less))
         return found
 
-    def _recomputing(self, sharding: Sharding, bounds: Bounds, kept: Plan) -> Plan:
+    def _recomputing(self, sharding: Sharding, bounds: Bounds, kept: Realised) -> Realised:
         """As little recomputed as fits, gradients being reduced as in a plan that keeps everything."""
         return recomputing(
             kept,
-            lambda fates: self._priced(sharding, bounds, fates, kept.reduce_every, kept.reducing_bytes),
+            lambda fates: self._priced(sharding, bounds, fates, kept.plan.reduce_every),
             sharding.options,
             self.budget,
         )
@@ -213,18 +209,18 @@ class _Case:
         """Whether a stage holds all of the tail or nothing."""
         return stop <= self.tail or stage == self.num_stages - 1
 
-    def less_kept(self, sharding: Sharding, plan: Plan) -> float:
+    def less_kept(self, sharding: Sharding, made: Realised) -> float:
         """What the whole model may keep for the fullest stage of a plan to fit, all else being equal."""
-        assert plan.prediction is not None
+        plan = made.plan
         memory = chain_memory(sharding.whole, [0] * len(self.job.program.kinds))
         held, shares = holdings(plan), []
-        for actions, peak in zip(plan.schedule.classes, plan.prediction.peak_bytes, strict=True):
+        for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
             stages = held[group_of_class(plan, held, actions)].stages
             kept = sum(memory.kept_bytes(plan.stages[s].first, plan.stages[s].stop) for s in stages)
             shares.append(1 - (peak - self.budget) / max(kept, 1))
         return memory.kept_bytes(0, len(self.job.program.segments)) * max(min(shares), 0.05)
 
-    def _cut_by_memory(self, sharding: Sharding, bounds: Bounds, plan: Plan) -> list[Plan]:
+    def _cut_by_memory(self, sharding: Sharding, bounds: Bounds, made: Realised) -> list[Realised]:
         """The plan whose stages are cut by time among those that fit, where there is one.
 
         What ops need for a moment is what the simulation found above what the stages hold.
@@ -233,27 +229,25 @@ class _Case:
         flying = [int(in_flight(self.schedule, (stage,))) for stage in range(self.num_stages)]
         needed = [-float("inf")] * self.num_stages
         for _ in range(CUTS):
-            for stage, peak in enumerate(_stage_peaks(plan)):
+            for stage, peak in enumerate(_stage_peaks(made)):
                 needed[stage] = max(needed[stage], peak - memory.stage_bytes(*bounds[stage], flying[stage]))
 
             def fits(stage: int, first: int, stop: int) -> bool:
                 held = memory.stage_bytes(first, stop, flying[stage]) + needed[stage]
                 return held <= self.budget and self._holds_tail(stage, first, stop)
 
-            cut = cut_chain(sharding.seconds, self.num_stages, fits)
+            cut = cut_chain(sharding.prices.seconds, self.num_stages, fits)
             if cut is None:
                 return []
-            bounds, plan = cut, self._priced(sharding, cut)
-            if self.fits(plan):
-                return [plan]
+            bounds, made = cut, self._priced(sharding, cut)
+            if self.fits(made):
+                return [made]
         return []
 
-    def _priced(
-        self, sharding: Sharding, bounds: Bounds, activations: Activations = (), every: int = 1, reducing_bytes: int = 0
-    ) -> Plan:
+    def _priced(self, sharding: Sharding, bounds: Bounds, activations: Activations = (), every: int = 1) -> Realised:
         whole = assemble(self.part, replace(sharding.decisions, activations=activations))
-        whole = msgspec.structs.replace(whole, reduce_every=every, reducing_bytes=reducing_bytes)
-        return _priced(pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders)))
+        whole = msgspec.structs.replace(whole, reduce_every=every, reducing_bytes=self.budget // ROOM)
+        return realised(pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders)))
 
 
 def _case(job: Job, constraints: Constraints) -> _Case:
@@ -290,18 +284,22 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-def _stage_peaks(plan: Plan) -> list[int]:
+def _taken_s(made: Realised) -> float:
+    return made.simulation.step_s
+
+
+def _stage_peaks(made: Realised) -> list[int]:
     """Per stage of a plan whose positions hold one each, the peak of its ranks."""
-    assert plan.prediction is not None
+    plan = made.plan
     held, found = holdings(plan), [0] * len(plan.stages)
-    for actions, peak in zip(plan.schedule.classes, plan.prediction.peak_bytes, strict=True):
+    for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
         (stage,) = held[group_of_class(plan, held, actions)].stages
         found[stage] = max(found[stage], peak)
     return found
 
 
-def _overflow(tried: Sequence[Plan], budget: int, positions: int) -> str:
-    peaks = [plan.prediction.peak_bytes for plan in tried if plan.prediction is not None]
+def _overflow(tried: Sequence[Realised], budget: int, positions: int) -> str:
+    peaks = [made.simulation.peak_bytes for made in tried]
     first, least = peaks[0], min(peaks, key=max)
     return (
         f"a pipeline over {positions} groups of devices needs more than the {say_size(budget)} a device may hold: as "
@@ -332,9 +330,9 @@ def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
     return msgspec.structs.replace(cluster, groups=(part,))
 
 
-def _priced(plan: Plan) -> Plan:
-    programs = lower(plan)
-    simulation: Simulation = simulate_plan(plan, programs)
+def _told(made: Realised) -> Plan:
+    """The plan with its prediction and certificate."""
+    plan, programs, simulation = made.plan, made.programs, made.simulation
     bound = min(rank_bound(trace.work for trace in simulation.traces), simulation.step_s)
     certificate = Certificate(
         status="feasible",
@@ -343,8 +341,15 @@ def _priced(plan: Plan) -> Plan:
         bound_scope=SCOPE,
         gap=(simulation.step_s - bound) / simulation.step_s,
     )
-    note = f"a pipeline of {len(plan.stages)} stages, schedule {plan.schedule.name}; "
-    note += "sharding was chosen for one stage's devices as if they held the whole model"
+    notes = (
+        f"a pipeline of {len(plan.stages)} stages, schedule {plan.schedule.name}; sharding was chosen for one stage's "
+        "devices as if they held the whole model",
+    )
     prediction = predict(plan, programs, simulation)
-    plan = msgspec.structs.replace(plan, prediction=prediction, certificate=certificate, notes=(*plan.notes, note))
+    plan = msgspec.structs.replace(
+        plan,
+        prediction=prediction,
+        certificate=certificate,
+        notes=(*plan.notes, *(notes if len(plan.stages) > 1 else ())),
+    )
     return plan if plan.profile is None else with_used_profile(plan, programs)

@@ -16,12 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.machine.mesh import local_shape, parse_layout
+from paraplan.ir.machine.mesh import Layout, Shard, parse_layout
 from paraplan.ir.model.program import master_dtype, trained_params
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import Plan
-from paraplan.lowering import lower
 
 Bounds = tuple[tuple[int, int], ...]
 Fits = Callable[[int, int, int], bool]
@@ -96,15 +94,6 @@ def _filled(units: Sequence[float], limit: float) -> list[int]:
     return starts
 
 
-def segment_seconds(plan: Plan) -> list[float]:
-    """What every segment's blocks take in a simulated step of a plan of one stage, waits included."""
-    seconds = [0.0] * len(plan.program.segments)
-    for span in simulate_plan(plan, lower(plan)).traces[0].spans:
-        if span.segment >= 0 and span.stream == "compute":
-            seconds[span.segment] += span.end_s - span.start_s
-    return seconds
-
-
 @dataclass(frozen=True)
 class ChainMemory:
     """What runs of segments hold.
@@ -141,7 +130,7 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
         spec = program.params[name].spec
 
         def local(dtype: str, layout: str, shape: tuple[int, ...] = spec.shape) -> int:
-            return TensorSpec(dtype, local_shape(shape, parse_layout(layout), stage.mesh.shape)).nbytes
+            return TensorSpec(dtype, _shard(shape, parse_layout(layout), stage.mesh.shape)).nbytes
 
         param_bytes[name] = local(spec.dtype, layouts.stored) + layouts.ahead * local(spec.dtype, layouts.state)
         if name in trained:
@@ -153,3 +142,12 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
         param_bytes,
         tuple(saved_bytes[segment.kind] for segment in program.segments),
     )
+
+
+def _shard(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What one rank holds of a tensor, rounded up, be it legal to shard it over so many or not."""
+    local = list(shape)
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] = -(-local[placement.dim] // size)
+    return tuple(local)

@@ -18,52 +18,56 @@ import msgspec
 from paraplan.ir.execution.schedule import ActionKind, Schedule, parse_action
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
+from paraplan.planner.evaluate_plan import Realised
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import choose
 
 ROUNDS = 8
 """Pipelines simulated before giving up."""
+MARGIN = 0.004
+"""Of the budget, what is saved beyond what a pipeline is over, for every one before that was over."""
 
 Activations = tuple[dict[str, str], ...]
-Make = Callable[[Activations], Plan]
+Make = Callable[[Activations], Realised]
 Cell = tuple[int, ...]
 """The stages of a position."""
 
 
-def recomputing(kept: Plan, make: Make, options: Sequence[tuple[RematOption, ...]], budget_bytes: float) -> Plan:
+def recomputing(
+    kept: Realised, make: Make, options: Sequence[tuple[RematOption, ...]], budget_bytes: float
+) -> Realised:
     """The pipeline with as little recomputed as fits, or the one that comes closest.
 
     Args:
-        kept: a priced pipeline that keeps everything.
-        make: prices the same pipeline with other activations, per segment.
+        kept: a pipeline that keeps everything.
+        make: simulates the same pipeline with other activations, per segment.
         options: per kind, what an instance may do, most bytes saved first.
         budget_bytes: of a device.
     """
-    program = kept.program
-    segments = {
-        cell: [i for s in cell for i in range(kept.stages[s].first, kept.stages[s].stop)] for cell in _cells(kept)
-    }
+    program, stages = kept.plan.program, kept.plan.stages
+    segments = {cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept.plan)}
     taken = dict.fromkeys(range(len(program.segments)), 0)
-    plan = least = kept
-    for _ in range(ROUNDS):
-        over = _over(plan, budget_bytes)
+    made = least = kept
+    for round_ in range(ROUNDS):
+        over = _over(made, budget_bytes)
         if max(over.values()) <= 0:
-            return plan
+            return made
         before = dict(taken)
         for cell, excess in over.items():
             if excess > 0:
                 here = segments[cell]
                 saved = sum(options[program.segments[i].kind][taken[i]].saved_bytes for i in here)
-                allowed = saved - excess / in_flight(plan.schedule, cell)
+                excess += round_ * MARGIN * budget_bytes
+                allowed = saved - excess / in_flight(made.plan.schedule, cell)
                 part = msgspec.structs.replace(program, segments=tuple(program.segments[i] for i in here))
                 chosen = choose(part, options, allowed)
                 leanest = [len(options[program.segments[i].kind]) - 1 for i in here]
                 taken |= dict(zip(here, leanest if chosen is None else chosen, strict=True))
         if taken == before:
             break
-        plan = make(tuple(options[program.segments[i].kind][taken[i]].activations for i in sorted(taken)))
-        least = min(least, plan, key=_peak_bytes)
-    return plan if _peak_bytes(plan) <= budget_bytes else least
+        made = make(tuple(options[program.segments[i].kind][taken[i]].activations for i in sorted(taken)))
+        least = min(least, made, key=lambda each: each.peak_bytes)
+    return made if made.peak_bytes <= budget_bytes else least
 
 
 def in_flight(schedule: Schedule, stages: Sequence[int]) -> float:
@@ -84,16 +88,11 @@ def _cells(plan: Plan) -> list[Cell]:
     return list(dict.fromkeys(holding.stages for holding in holdings(plan)))
 
 
-def _over(plan: Plan, budget_bytes: float) -> dict[Cell, float]:
+def _over(made: Realised, budget_bytes: float) -> dict[Cell, float]:
     """Per position, the bytes its fullest ranks are over the budget; of positions with the same stages, the most."""
-    assert plan.prediction is not None
+    plan = made.plan
     held, found = holdings(plan), dict.fromkeys(_cells(plan), -budget_bytes)
-    for actions, peak in zip(plan.schedule.classes, plan.prediction.peak_bytes, strict=True):
+    for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
         cell = held[group_of_class(plan, held, actions)].stages
         found[cell] = max(found[cell], peak - budget_bytes)
     return found
-
-
-def _peak_bytes(plan: Plan) -> int:
-    assert plan.prediction is not None
-    return max(plan.prediction.peak_bytes)

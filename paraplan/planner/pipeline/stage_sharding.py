@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Protocol
 
 import msgspec
 
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.ir.plan import Plan
-from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.pipeline.stage_cuts import segment_seconds
-from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.recompute.stage_recompute import options_of
+from paraplan.planner.pipeline.stage_prices import Sharding
 
 
 class Choose(Protocol):
@@ -31,34 +27,6 @@ class Choose(Protocol):
         Raises:
             InfeasibleError, SolverLimitError: there is none, or none was found.
         """
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """A sharding of the whole model on one stage's devices, and what follows from it.
-
-    Attributes:
-        job: on these devices.
-        decisions: the sharding.
-    """
-
-    job: Job
-    decisions: Decisions
-
-    @cached_property
-    def whole(self) -> Plan:
-        """The plan of one stage."""
-        return assemble(self.job, self.decisions)
-
-    @cached_property
-    def seconds(self) -> tuple[float, ...]:
-        """What every segment takes."""
-        return tuple(segment_seconds(self.whole))
-
-    @cached_property
-    def options(self) -> tuple[tuple[RematOption, ...], ...]:
-        """Per kind, what an instance may recompute."""
-        return options_of(self.whole)
 
 
 @dataclass

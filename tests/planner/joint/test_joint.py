@@ -15,9 +15,8 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.joint.combinations import combinations
 from paraplan.planner.joint.sharding_front import front, with_price
-from paraplan.planner.joint.stage_prices import stage_prices
 from paraplan.planner.pipeline.stage_cuts import chain_memory, cut_chain, cut_evenly
-from paraplan.planner.pipeline.stage_sharding import Sharding
+from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.search import search
 from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
@@ -95,7 +94,7 @@ def test_prices_make_up_the_step_of_one_stage(microbatches: int) -> None:
     mesh = make_mesh((2,), ("axis0",))
     pinned = msgspec.structs.replace(FREE, mesh=(2,), microbatches=microbatches)
     sharding = Sharding(job, next(front(job, mesh, microbatches, pinned, LIMITS, ())))
-    prices = stage_prices(sharding)
+    prices = sharding.prices
     whole = realised(sharding.whole).simulation.step_s
     assert microbatches * sum(prices.seconds) + prices.end_s == pytest.approx(whole, rel=0.1)
     assert prices.kept_bytes((2,)) == _kept(job, sharding.whole)

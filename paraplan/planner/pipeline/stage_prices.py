@@ -1,0 +1,300 @@
+"""What the segments of a model cost on one position's devices, whatever pipeline they become part of.
+
+A sharding is chosen on a mesh (`stage_sharding`), and a step of few of its microbatches and few of its alike layers
+(`shorten`) is lowered and simulated on one stage: what a middle microbatch's forward and backward take, waits and
+accumulation included, shared out over segments as they compute, and what is left of the step at its end (reductions,
+updates). The rest is read off: what each segment saves under each way to recompute, and what its parameters keep.
+Prices depend on the inner axes and on the samples of a microbatch, not on how many microbatches or positions there are;
+widths of the data-parallel axis share one price but for what it keeps of states and gradients, which is read off the
+layouts anew.
+
+Limits: waits are those of a stage without neighbours; what a step does once is the whole model's, shared out by time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+
+from paraplan.cost_models.costs import COMPUTE
+from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
+from paraplan.ir.plan import Plan
+from paraplan.lowering import lower
+from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.pipeline.pipeline import pipelined
+from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
+from paraplan.planner.pipeline.stage_cuts import ChainMemory, chain_memory, cut_evenly
+from paraplan.planner.recompute.kind_options import RematOption
+from paraplan.planner.recompute.stage_recompute import options_of
+from paraplan.planner.schedules.complete import complete
+from paraplan.planner.schedules.schedule_problem import at
+from paraplan.rules.time_axis import program_micro
+
+FEW = 3
+"""Microbatches simulated: the middle one is as all others are."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A sharding of the whole model on one stage's devices, and what follows from it.
+
+    Attributes:
+        job: on these devices.
+        decisions: the sharding.
+    """
+
+    job: Job
+    decisions: Decisions
+
+    @cached_property
+    def whole(self) -> Plan:
+        """The plan of one stage."""
+        return assemble(self.job, self.decisions)
+
+    @cached_property
+    def prices(self) -> StagePrices:
+        """What its segments take."""
+        return stage_prices(self)
+
+    @cached_property
+    def options(self) -> tuple[tuple[RematOption, ...], ...]:
+        """Per kind, what an instance may recompute."""
+        return options_of(self.whole)
+
+
+@dataclass(frozen=True)
+class StagePrices:
+    """Prices of a sharding.
+
+    Attributes:
+        sharding: on one position's devices.
+        forward_s, backward_s: per segment, of one microbatch.
+        reduce_s: what the busiest link takes for the reductions of a step's gradients.
+        update_s: of a step, the optimizer's updates.
+        gather_s: what the busiest link takes for the gathers that a step begins with.
+        workspace_bytes: the most that any call holds for a moment.
+        cut_forward_s, cut_backward_s: what a microbatch takes more for each stage that the chain is cut into: gathers
+            and reductions under way do not cross from one to the next.
+    """
+
+    sharding: Sharding
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    reduce_s: float
+    update_s: float
+    gather_s: float
+    workspace_bytes: int
+    cut_forward_s: float
+    cut_backward_s: float
+    _memories: dict[tuple[int, ...], ChainMemory] = field(default_factory=dict)
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """Per segment, of one microbatch."""
+        return tuple(a + b for a, b in zip(self.forward_s, self.backward_s, strict=True))
+
+    @cached_property
+    def options(self) -> tuple[tuple[RematOption, ...], ...]:
+        """Per segment, what it may recompute, most bytes saved first."""
+        return tuple(self.sharding.options[segment.kind] for segment in self.sharding.job.program.segments)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """What a microbatch in flight saves in the whole model, nothing recomputed."""
+        return sum(options[0].saved_bytes for options in self.options)
+
+    @cached_property
+    def per_byte(self) -> tuple[float, ...]:
+        """Prices of a byte saved at which a kind's choice changes, least first."""
+        found = {0.0}
+        for options in self.sharding.options:
+            for a, b in itertools.pairwise(options):
+                if a.saved_bytes > b.saved_bytes:
+                    found.add((b.extra_s - a.extra_s) / (a.saved_bytes - b.saved_bytes) * (1 + 1e-9))
+        return tuple(sorted(found | {max(found) * 2 + 1e-18}))
+
+    @cached_property
+    def recomputing(self) -> tuple[tuple[int, float], ...]:
+        """(bytes a microbatch saves, seconds made again) in the whole model at every such price, most bytes first."""
+        counts = Counter(segment.kind for segment in self.sharding.job.program.segments)
+        found = []
+        for price in self.per_byte:
+            chosen = {
+                kind: min(self.sharding.options[kind], key=lambda o: (o.extra_s + price * o.saved_bytes, o.saved_bytes))
+                for kind in counts
+            }
+            found.append(
+                (
+                    sum(n * chosen[kind].saved_bytes for kind, n in counts.items()),
+                    sum(n * chosen[kind].extra_s for kind, n in counts.items()),
+                )
+            )
+        return tuple(found)
+
+    def least_extra_s(self, saved_bytes: float) -> float:
+        """Seconds made again for a microbatch to save so little in the whole model; infinite where it cannot."""
+        return next((extra_s for saved, extra_s in self.recomputing if saved <= saved_bytes), math.inf)
+
+    def memory(self, mesh_shape: tuple[int, ...]) -> ChainMemory:
+        """What runs of segments keep on a mesh of this shape.
+
+        Args:
+            mesh_shape: of as many axes as the sharding's own.
+        """
+        if mesh_shape in self._memories:
+            return self._memories[mesh_shape]
+        plan = self.sharding.whole
+        mesh = msgspec.structs.replace(plan.stages[0].mesh, shape=mesh_shape)
+        stage = msgspec.structs.replace(plan.stages[0], mesh=mesh)
+        saved = [options[0].saved_bytes for options in self.sharding.options]
+        found = self._memories[mesh_shape] = chain_memory(msgspec.structs.replace(plan, stages=(stage,)), saved)
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the mesh that was priced."""
+        return self.sharding.decisions.mesh.shape
+
+    def kept_bytes(self, mesh_shape: tuple[int, ...]) -> int:
+        """What the whole model keeps on one rank of a mesh of this shape."""
+        return self.memory(mesh_shape).kept_bytes(0, len(self.sharding.job.program.segments))
+
+
+def stage_prices(sharding: Sharding) -> StagePrices:
+    """Prices of a sharding, by simulated steps of few microbatches and layers, whole and cut."""
+    runs = runs_of(sharding.whole)
+    short = shortened(sharding.whole, runs)
+    found = _timed(few_microbatches(short.plan))
+    once_s: tuple[float, ...] = found.once_s
+    for run in runs:
+        longer = _timed(few_microbatches(shortened(sharding.whole, runs, run).plan))
+        each = zip(once_s, longer.once_s, found.once_s, strict=True)
+        once_s = tuple(s + (run.repeats - KEPT) * max(more - less, 0.0) for s, more, less in each)
+    reduce_s, update_s, gather_s = once_s
+    segments = len(short.plan.program.segments)
+    count, more_f, more_b = (segments + 1) // 2, 0.0, 0.0
+    if few_microbatches(short.plan) is not short.plan and count > 1:
+        cut = _timed(cut_plan(short.plan, count))
+        more_f = max(sum(cut.forward_s) - sum(found.forward_s), 0.0) / (count - 1)
+        more_b = max(sum(cut.backward_s) - sum(found.backward_s), 0.0) / (count - 1)
+    return StagePrices(
+        sharding,
+        tuple(found.forward_s[index] for index in short.stands_for),
+        tuple(found.backward_s[index] for index in short.stands_for),
+        reduce_s,
+        update_s,
+        gather_s,
+        found.workspace_bytes,
+        more_f,
+        more_b,
+    )
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Times of a simulated step: of a middle microbatch per segment; what is reduced, updated and gathered once."""
+
+    forward_s: list[float]
+    backward_s: list[float]
+    once_s: tuple[float, float, float]
+    workspace_bytes: int
+
+
+def _timed(plan: Plan) -> _Timed:
+    """Simulate a step of one position. A microbatch's forward lasts from its begin to that of the next computation,
+    waits of every kind included."""
+    (trace, *_) = simulate_plan(plan, lower(plan)).traces
+    begins: dict[tuple[ActionKind, int], float] = {}
+    own = {kind: [0.0] * len(plan.program.segments) for kind in (ActionKind.F, ActionKind.B)}
+    seen = _microbatches(trace)
+    shown = seen[len(seen) // 2] if seen else 0
+    for span in trace.spans:
+        action = parse_action(span.action)
+        if span.stream != COMPUTE or action.kind not in own:
+            continue
+        key = action.kind, action.microbatch
+        begins[key] = min(begins.get(key, span.start_s), span.start_s)
+        if span.segment >= 0 and span.microbatch in (shown, -1):
+            own[action.kind][span.segment] += span.end_s - span.start_s
+    last_s = max((s.end_s for s in trace.spans if s.stream == COMPUTE and s.segment >= 0), default=trace.step_s)
+    order = sorted(begins, key=lambda key: begins[key])
+    thens = [*(begins[key] for key in order[1:]), last_s]
+    lasts = {key: then_s - begins[key] for key, then_s in zip(order, thens, strict=True)}
+    for kind, each in own.items():
+        whole = sum(each)
+        if whole and (kind, shown) in lasts:
+            own[kind] = [s * max(lasts[kind, shown], 0.0) / whole for s in each]
+    once_s = _reduced_s(trace, seen[-1] if seen else 0), _updated_s(trace), _gathered_s(trace)
+    return _Timed(own[ActionKind.F], own[ActionKind.B], once_s, _above(trace))
+
+
+def _reduced_s(trace: RankTrace, last: int) -> float:
+    """What the busiest link takes for reductions of gradients, of the last microbatch and after it."""
+    return _busiest_s(
+        trace,
+        lambda action: action.kind not in (ActionKind.F, ActionKind.UPDATE) and action.microbatch in (last, -1),
+        ("reduce_scatter", "all_reduce"),
+    )
+
+
+def _updated_s(trace: RankTrace) -> float:
+    spans = (s for s in trace.spans if s.phase == ActionKind.UPDATE.value and s.stream == COMPUTE)
+    return sum(span.busy_s for span in spans)
+
+
+def _gathered_s(trace: RankTrace) -> float:
+    """What the busiest link takes for gathers of the step's begin."""
+    first = min(_microbatches(trace), default=0)
+    return _busiest_s(trace, lambda action: action.kind is ActionKind.F and action.microbatch == first, ("all_gather",))
+
+
+def _busiest_s(trace: RankTrace, counts: Callable[[Action], bool], labels: tuple[str, ...]) -> float:
+    links: dict[str, float] = {}
+    for span in trace.spans:
+        if span.microbatch < 0 and span.label in labels and counts(parse_action(span.action)):
+            links[span.stream] = links.get(span.stream, 0.0) + span.busy_s
+    return max(links.values(), default=0.0)
+
+
+def _above(trace: RankTrace) -> int:
+    """The most that any call holds for a moment, beside what is there before or after it."""
+    held = [point.live_bytes for point in trace.memory]
+    peaks = (
+        point.peak_bytes - max(before, point.live_bytes) for before, point in zip(held, trace.memory[1:], strict=False)
+    )
+    return max(peaks, default=0)
+
+
+def cut_plan(whole: Plan, count: int) -> Plan:
+    """A plan of one stage cut into several on the same devices, whose schedule runs the first microbatches alone."""
+    bounds = cut_evenly([1.0] * len(whole.program.segments), count, len(whole.program.segments))
+    assert bounds is not None
+    kinds = ((ActionKind.F, range(count)), (ActionKind.B, range(count - 1, -1, -1)))
+    order = [at(stage, kind, m) for m in range(FEW) for kind, stages in kinds for stage in stages]
+    return pipelined(whole, whole.cluster, bounds, complete("interleaved", (tuple(order),)), [(0,)] * count)
+
+
+def _microbatches(trace: RankTrace) -> list[int]:
+    """Whose segments ran."""
+    return sorted({span.microbatch for span in trace.spans if span.microbatch >= 0 and span.segment >= 0})
+
+
+def few_microbatches(plan: Plan) -> Plan:
+    """A plan of one stage whose schedule runs the first microbatches alone, each as large as it is.
+
+    It can be lowered and simulated; it is no legal plan, as it leaves the others out.
+    """
+    program = plan.program
+    if plan.num_microbatches <= FEW or program.buffer_updates or program_micro(program, plan.num_microbatches).has_tail:
+        return plan  # what is read of all microbatches, or of the last
+    kept: Callable[[str], bool] = lambda action: not action[2:].isdigit() or int(action[2:]) < FEW  # noqa: E731
+    classes = tuple(tuple(filter(kept, actions)) for actions in plan.schedule.classes)
+    return msgspec.structs.replace(plan, schedule=msgspec.structs.replace(plan.schedule, classes=classes))
