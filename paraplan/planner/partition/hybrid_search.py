@@ -214,13 +214,17 @@ class HybridSearch:
 
     def _with_unsure(self, states: _States, ideal: int, limit_s: float, front: Ints, unsure: Ints) -> Ints:
         """The front, with those rows that improve it whose variants do fit at the limit."""
-        kept = front.tolist()
+        kept, sure = [], front.tolist()
+        least = np.iinfo(np.int64).max  # the smallest sum of degrees with no more devices than the row's
+        place = 0
         for row in unsure[np.lexsort((unsure[:, 1], unsure[:, 0]))].tolist():
-            if any(other[0] <= row[0] and other[1] <= row[1] for other in kept):
-                continue
-            if self._attains(states, ideal, row, limit_s):
+            while place < len(sure) and sure[place][0] <= row[0]:
+                least = min(least, sure[place][1])
+                place += 1
+            if row[1] < least and self._attains(states, ideal, row, limit_s):
                 kept.append(row)
-        return _nondominated(np.array(kept, np.int64).reshape(-1, 5))
+                least = row[1]
+        return _nondominated(np.array(sure + kept, np.int64).reshape(-1, 5))
 
     def _attains(self, states: _States, ideal: int, row: list[int], limit_s: float) -> bool:
         """Whether a stage's variants can be chosen so that it takes at most the limit and fits."""

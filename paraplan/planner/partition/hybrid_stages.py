@@ -18,6 +18,8 @@ from paraplan.planner.partition.hybrid_search import HybridSearch, OutOfTime
 from paraplan.planner.partition.ideals import Ideals, all_ideals, ideals_of_orders, some_orders
 
 _EXACT = 1e-9
+_REFUSALS = 3
+"""After as many T refused in a row, what is known is probably best: just below it is tried next."""
 _GALLOP = (1e-6, 1e-3, 0.01, 0.05, 0.2, 0.6, 2.0)
 """How far above the lower bound a first answer is looked for, before any limit at all is lifted."""
 
@@ -76,13 +78,15 @@ def _improved(problem: HybridProblem, ideals: Ideals, best: HybridPartition, dea
                 low = limit
             else:
                 return HybridPartition(None, np.inf, np.inf if ideals.complete else best.bound_s)
+        refused = 0
         while time_s > low * (1 + _EXACT):
-            limit = max((low + time_s) / 2, low * (1 + _EXACT / 2))
-            found = search.run(min(limit, time_s * (1 - _EXACT / 2)))
+            middle = max((low + time_s) / 2, low * (1 + _EXACT / 2))
+            limit = min(middle if refused < _REFUSALS else np.inf, time_s * (1 - _EXACT / 2))
+            found = search.run(limit)
             if found is None:
-                low = limit
+                low, refused = limit, refused + 1
             else:
-                stages, time_s = tuple(found), slowest_s(problem, found)
+                stages, time_s, refused = tuple(found), slowest_s(problem, found), 0
     except OutOfTime:
         pass
     return HybridPartition(stages, time_s, min(low, time_s) if ideals.complete else best.bound_s)

@@ -2,8 +2,8 @@
 
     minimise Σ_v cost[v][l_v]  subject to  Σ_v memory[v][l_v] ≤ limit
 
-Bounded first: the Lagrangian relaxation gives a lower bound and, at the multiplier just above, a choice that fits.
-Where that does not decide, exact: the Pareto front of (memory, cost) of all choices node by node, points dropped that
+Bounded first: the linear relaxation (of two variants by cost per byte saved, of more by the Lagrangian one) gives a
+lower bound and a choice near it that fits. Where that does not decide, exact: the Pareto front of (memory, cost) of all choices node by node, points dropped that
 cannot fit or cannot be better than the choice known (Nemhauser and Ullmann 1969).
 """
 
@@ -48,10 +48,32 @@ def choose_variants(cost: Floats, memory: Floats, limit: float, enough: float | 
     if memory[nodes, fastest].sum() <= limit:
         total = float(cost[nodes, fastest].sum())
         return VariantChoice(tuple(fastest.tolist()), total, total)
-    found = _relaxed(cost, memory, limit)
+    found = _fractional(cost, memory, limit, fastest) if cost.shape[1] == 2 else _relaxed(cost, memory, limit)
     if found.bound >= found.cost or (enough is not None and not found.bound <= enough < found.cost):
         return found
     return _exact(cost, memory, limit, found)
+
+
+def _fractional(cost: Floats, memory: Floats, limit: float, fastest: Ints) -> VariantChoice:
+    """Of two variants: the linear relaxation, by cost per byte saved, and the nearest choice that fits."""
+    nodes = np.arange(len(cost))
+    saved = memory[nodes, fastest] - memory[nodes, 1 - fastest]
+    added = cost[nodes, 1 - fastest] - cost[nodes, fastest]
+    at = np.flatnonzero((saved > 0) & np.isfinite(added))
+    at = at[np.argsort(added[at] / saved[at], kind="stable")]
+    excess = memory[nodes, fastest].sum() - limit
+    total = np.cumsum(saved[at])
+    last = int(np.searchsorted(total, excess))
+    if last == len(at):  # the sum that fitted was rounded otherwise
+        last -= 1
+    left = excess - (total[last] - saved[at[last]])
+    bound = cost[nodes, fastest].sum() + added[at[:last]].sum() + added[at[last]] * min(left / saved[at[last]], 1.0)
+    enough = at[last:][saved[at[last:]] >= left]
+    chosen = fastest.copy()
+    swapped = [*at[:last], enough[np.argmin(added[enough])] if len(enough) else at[last]]
+    chosen[swapped] = 1 - fastest[swapped]
+    total_cost = float(cost[nodes, chosen].sum())
+    return VariantChoice(tuple(chosen.tolist()), total_cost, min(float(bound) * (1 - 1e-13), total_cost))
 
 
 def _relaxed(cost: Floats, memory: Floats, limit: float) -> VariantChoice:
