@@ -25,7 +25,7 @@ import numpy as np
 from paraplan.planner.partition.replicated_stages import States
 
 BYTES_PER_S = 1e9
-MOST_STATES = 20_000
+MOST_STATES = 60_000
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FIELD = re.compile(rf"({'|'.join(_FIELDS)})=(\[[^\]]*\]|[^,\s]+)")
 
@@ -149,49 +149,65 @@ def _ancestors(profile: Profile) -> dict[str, frozenset[str]]:
     return found
 
 
-def state_sets(profile: Profile) -> list[frozenset[str]]:
-    """The ops of every state, smaller ones first.
-
-    Raises:
-        ValueError: there are more than `MOST_STATES`.
-    """
+def state_sets(profile: Profile, limit: int = MOST_STATES) -> tuple[list[frozenset[str]], bool]:
+    """The ops of every state, smaller ones first, and whether these are all: of more than a limit, a few chains."""
     ancestors, reads = _ancestors(profile), profile.inputs()
-    source = next(name for name in profile.ops if not reads[name])
-    found = {frozenset([source]): None}
-    queue = deque(found)
-    while queue:
-        state = queue.popleft()
-        for reader in dict.fromkeys(reader for name in state for reader in profile.readers[name]):
+    source = frozenset([next(name for name in profile.ops if not reads[name])])
+
+    def next_states(state: frozenset[str]) -> Iterable[frozenset[str]]:
+        for reader in dict.fromkeys(reader for name in sorted(state) for reader in profile.readers[name]):
             if reader not in state:
-                larger = state | ancestors[reader] | {reader}
-                if larger not in found:
-                    found[larger] = None
-                    queue.append(larger)
-        if len(found) > MOST_STATES:
-            raise ValueError(f"{profile.name} has more than {MOST_STATES} states")
-    return sorted(found, key=len)
+                yield state | ancestors[reader] | {reader}
+
+    found = {source: None}
+    queue = deque(found)
+    while queue and len(found) <= limit:
+        for larger in next_states(queue.popleft()):
+            if larger not in found:
+                found[larger] = None
+                queue.append(larger)
+    complete = not queue
+    if not complete:
+        found = {source: None}
+        for least, place in ((True, 0), (True, -1), (False, 0), (False, -1)):
+            state = source
+            while larger_ones := sorted(next_states(state), key=len):
+                size = len(larger_ones[0 if least else -1])
+                state = [larger for larger in larger_ones if len(larger) == size][place]
+                found[state] = None
+    return sorted(found, key=len), complete
 
 
-def output_bytes(profile: Profile, state: frozenset[str], ancestors: dict[str, frozenset[str]] | None = None) -> float:
+def output_bytes(profile: Profile, state: frozenset[str], sent_with: dict[str, set[str]] | None = None) -> float:
     """What a state sends: see the module's head."""
-    ancestors = _ancestors(profile) if ancestors is None else ancestors
-    antichain = state.difference(*(ancestors[name] for name in state))
-    sent = set(antichain)
-    for name in antichain:
-        for before in ancestors[name]:
-            if any(reader != name and reader not in ancestors[name] for reader in profile.readers[before]):
-                sent.add(before)
-    return sum(profile.ops[name].activation_bytes for name in sent)
+    sent_with = _sent_with(profile) if sent_with is None else sent_with
+    antichain = [name for name in state if not any(reader in state for reader in profile.readers[name])]
+    return sum(profile.ops[name].activation_bytes for name in set(antichain).union(*(sent_with[n] for n in antichain)))
+
+
+def _sent_with(profile: Profile) -> dict[str, set[str]]:
+    """Per op, what of the ops before it something else reads than it and the ops before it."""
+    ancestors = _ancestors(profile)
+    return {
+        name: {
+            before for before in ancestors[name]
+            if any(reader != name and reader not in ancestors[name] for reader in profile.readers[before])
+        }
+        for name in profile.ops
+    }  # fmt: skip
 
 
 def states_of(profile: Profile, sets: Sequence[frozenset[str]]) -> States:
     """The problem for the partition into stages."""
-    ancestors = _ancestors(profile)
-    compute = np.array([sum(profile.ops[name].compute_s for name in state) for state in sets])
-    params = np.array([sum(profile.ops[name].param_bytes for name in state) for state in sets])
-    sent = np.array([output_bytes(profile, state, ancestors) for state in sets])
-    before = np.array([[small < large for small in sets] for large in sets])
-    return States(compute, params, sent, before)
+    sent_with, number = _sent_with(profile), {name: place for place, name in enumerate(profile.ops)}
+    member = np.zeros((len(sets), -(-len(number) // 64) * 64), bool)
+    for row, state in zip(member, sets, strict=True):
+        row[[number[name] for name in state]] = True
+    ops = list(profile.ops.values())
+    compute = member[:, : len(ops)] @ np.array([op.compute_s for op in ops])
+    params = member[:, : len(ops)] @ np.array([op.param_bytes for op in ops])
+    sent = np.array([output_bytes(profile, state, sent_with) for state in sets])
+    return States(compute, params, sent, np.packbits(member, axis=1, bitorder="little").view(np.uint64))
 
 
 def rescored(profile: Profile, stages: Sequence[tuple[frozenset[str], int]], machines: int) -> float:

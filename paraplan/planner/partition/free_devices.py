@@ -31,6 +31,8 @@ _SCHEDULES = (
 )
 _CHAINS, _STEPS = 256, 16_000
 _PROGRAM_S = 5.0
+_SMALL = 64
+"""Groups times devices up to which the whole program is solved first."""
 _SAME = 1e-9
 
 
@@ -41,7 +43,7 @@ def place_freely(
 
     Args:
         problem: what to place.
-        start: a placement known, and its bound where that is one on every placement: it is not used.
+        start: a placement to begin from, as of `place_in_order`; its bound is not used.
         time_limit_s: of the search.
         rounds: of annealing at most.
     """
@@ -61,8 +63,8 @@ def place_freely(
 def _restricted(problem: LoadProblem, merged: Sequence[int], devices: Sequence[int]) -> list[int] | None:
     """A placement of the groups before they were merged, of those after; None where they do not fit so."""
     found = [0] * problem.num_groups
-    for group in sorted(range(len(merged)), key=lambda group: group):
-        found[merged[group]] = devices[group]
+    for group, into in enumerate(merged):
+        found[into] = devices[group]
     return found if np.isfinite(device_loads(problem, found)).all() else None
 
 
@@ -90,9 +92,9 @@ def _first(problem: LoadProblem, time_limit_s: float) -> tuple[list[int] | None,
 def _search(
     problem: LoadProblem, known: list[int], bound: float, deadline: float, rounds: int
 ) -> tuple[list[int], float]:
+    if problem.num_groups * (problem.accelerators + problem.cpus) <= _SMALL:
+        return _proved(problem, known, bound, deadline)
     best = _descended(problem, known, bound, deadline)
-    if problem.accelerators + problem.cpus == 1 or problem.num_groups == 1:
-        return best, float(device_loads(problem, best).max())
     for number in range(rounds):
         load = float(device_loads(problem, best).max())
         if load <= bound * (1 + _SAME) or time.perf_counter() > deadline:
@@ -142,7 +144,7 @@ def _better(
 def _proved(problem: LoadProblem, best: list[int], bound: float, deadline: float) -> tuple[list[int], float]:
     """By the whole program, as long as there is time: a better placement or a better bound."""
     load, left = float(device_loads(problem, best).max()), deadline - time.perf_counter()
-    if load <= bound * (1 + _SAME) or left <= 1.0:
+    if load <= bound * (1 + _SAME) or left <= 0:
         return best, bound
     everything = range(problem.num_groups)
     placed, solution = reassign(problem, best, everything, range(problem.accelerators + problem.cpus), left)

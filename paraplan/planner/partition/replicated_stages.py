@@ -7,8 +7,9 @@ has more than another. With compute time c, parameter bytes w and output bytes a
     A[j][m] = min of stage(0, j, m) and, over k before j and m' < m, of
               max(A[k][m − m'], stage(k, j, m'), 2 a_k / (bandwidth · m'), 2 a_j / (bandwidth · m'))
 
-where the last state sends nothing, and a first stage that is alone in its state neither. Exact: all of it, arrays over
-states at a time, in O(machines² · states²).
+where the last state sends nothing, and a first stage receives nothing. Exact, arrays over states at a time, in at most
+machines² · states² steps. Far fewer are taken: a chain of states gives a first answer, and a state is dropped where the
+machines left cannot do what is left below it, so that only stages about as long as their machines are worth remain.
 Source: Narayanan et al. 2019 (PipeDream), section 3.1.
 """
 
@@ -20,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Words = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class States:
@@ -30,13 +32,17 @@ class States:
         compute_s: [state] of all ops in it.
         param_bytes: [state] likewise.
         output_bytes: [state] of what is sent after it.
-        before: [state, state] whether the second's ops are some, not all, of the first's.
+        ops: [state, word] its ops as bits.
     """
 
     compute_s: Floats
     param_bytes: Floats
     output_bytes: Floats
-    before: Bools
+    ops: Words
+
+    def only(self, kept: Ints) -> States:
+        """Some of the states."""
+        return States(self.compute_s[kept], self.param_bytes[kept], self.output_bytes[kept], self.ops[kept])
 
 
 @dataclass(frozen=True)
@@ -65,26 +71,57 @@ def partition_states(states: States, machines: int, bytes_per_s: float) -> Repli
     count = len(states.compute_s)
     if machines < 1 or count < 1 or bytes_per_s <= 0:
         raise ValueError(f"{count} states, {machines} machines at {bytes_per_s} bytes/s")
-    replicas = np.arange(1, machines + 1)
+    chain = _chain(states.ops)
+    first = _fill(states.only(chain), machines, bytes_per_s, np.inf)
+    assert first is not None
+    stages = tuple(
+        ReplicatedStage(None if each.after is None else int(chain[each.after]), int(chain[each.to]), each.machines)
+        for each in first.stages
+    )
+    return _fill(states, machines, bytes_per_s, first.time_s) or ReplicatedStages(stages, first.time_s)
+
+
+def _chain(ops: Words) -> Ints:
+    """States that each have all of the one before, from the last backwards."""
+    found = [len(ops) - 1]
+    for state in range(len(ops) - 2, -1, -1):
+        if not (ops[state] & ~ops[found[-1]]).any():
+            found.append(state)
+    return np.array(found[::-1])
+
+
+def _fill(states: States, machines: int, bytes_per_s: float, below: float) -> ReplicatedStages | None:
+    """The best stages below a time; None where there are none."""
+    count, replicas = len(states.compute_s), np.arange(1, machines + 1)
     moved = 4 * (replicas - 1) / replicas / bytes_per_s
     best = (states.compute_s + moved[:, None] * states.param_bytes) / replicas[:, None]
+    # machines a state may take so that those left can do the rest, and those the best below the limit takes
+    left = (states.compute_s[-1] - states.compute_s) / below * (1 - 1e-12) if np.isfinite(below) else np.zeros(count)
+    most = machines - np.ceil(left - 1e-9)
+    hopeless = (replicas[:, None] > most) | (best >= below)
+    best[hopeless] = np.inf
+    fewest = np.where(np.isfinite(best).any(axis=0), np.isfinite(best).argmax(axis=0) + 1, machines + 1)
     origin = np.full((machines, count, 2), -1)
     sent_s = 2 * states.output_bytes / bytes_per_s
     received_s = np.append(sent_s[:-1], 0.0)
     for j in range(count):
-        k = np.flatnonzero(states.before[j, :j])
+        k = np.flatnonzero(fewest[:j] < most[j])
+        k = k[~(states.ops[k] & ~states.ops[j]).any(axis=1)]
         if not len(k):
             continue
         compute, params = states.compute_s[j] - states.compute_s[k], states.param_bytes[j] - states.param_bytes[k]
         work = compute + moved[:, None] * params
         last_stage = np.maximum(work, np.maximum(sent_s[k], received_s[j])) / replicas[:, None]
         reached = best[:, k]
-        for total in range(2, machines + 1):
+        for total in range(2, min(machines, int(most[j])) + 1):
             whole = np.maximum(reached[total - 2 :: -1], last_stage[: total - 1])  # row i: i + 1 in the last stage
             last, where = divmod(int(np.argmin(whole)), len(k))
-            if whole[last, where] < best[total - 1, j]:
+            if whole[last, where] < min(best[total - 1, j], below):
                 best[total - 1, j] = whole[last, where]
                 origin[total - 1, j] = k[where], last + 1
+                fewest[j] = min(fewest[j], total)
+    if not best[-1, -1] < below:
+        return None
     return ReplicatedStages(_traced(origin, count - 1, machines), float(best[-1, -1]))
 
 
