@@ -4,7 +4,6 @@
                                                     60 % of what its optimum uses
     python -m benchmarks.instances [models]         Llama, Mixtral and Qwen3-MoE on an (8, 8) and a (64, 8) mesh, free
                                                     and with memory limited so that it binds
-
     python -m benchmarks.instances (galvatron | pipedream | piper | dnn) FOLDER
                                                     what those systems solve: strategies of layers, stages, devices of
                                                     nodes (`benchmarks/partition_rows.py`); `--devices 8,64` and
@@ -12,8 +11,8 @@
 
 The sharding solver's answers are held against an independent MILP (HiGHS on the flow form, given ten times as long).
 Columns: `gap` is (objective - bound) / objective; `cpu_s` the processor's seconds of our answer; `equal` whether the
-objective is the known optimum's and the MILP's ("better" where the MILP ran out of time above it). The partition cores' answers are scored afresh by the formula of
-their format (`rescored`) and held `against` the known value.
+objective is the known optimum's and the MILP's ("better" where the MILP ran out of time above it). The partition cores'
+answers are scored afresh by the formula of their format (`rescored`) and held `against` the known value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reader of Galvatron's layer problems (github.com/PKU-DAIR/Hetu-Galvatron, dumped as JSON), one file a problem.
 
     mem_per_layer_strategy and intra_cost [layer][strategy]; inter_cost_prev_to_cur [layer][before][strategy];
-    other_mem and other_time {vocabulary degree}; max_mem_units; optimal_total_cost {vocabulary degree}, null: infeasible
+    other_mem and other_time {vocabulary degree}; max_mem_units; optimal_total_cost {vocabulary degree}, null: none
 
     cost = Σ_i intra[i][s_i] + Σ_(i≥1) inter[i][s_(i−1)][s_i] + other_time[v]
     memory Σ_i mem[i][s_i] + other_mem[v] ≤ max_mem_units − 1
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a vocabulary degree adds, and what is known: the least cost (infinite: infeasible), None where nothing is."""
+    """What a vocabulary degree adds, and the least cost where known: infinite says infeasible, None unknown."""
 
     degree: str
     memory: float
@@ -85,8 +85,8 @@ def read(path: Path) -> LayerProblem:
     layers, strategies = memory.shape if memory.ndim == 2 else (0, 0)
     if not memory.size or intra.shape != memory.shape or inter.shape != (layers, strategies, strategies):
         raise ValueError(
-            f"{path} is no layer problem of Galvatron's: mem_per_layer_strategy {memory.shape}, intra_cost {intra.shape}"
-            f" and inter_cost_prev_to_cur {inter.shape} do not fit each other"
+            f"{path} is no layer problem of Galvatron's: mem_per_layer_strategy {memory.shape}, intra_cost"
+            f" {intra.shape} and inter_cost_prev_to_cur {inter.shape} do not fit each other"
         )
     return found
 

@@ -1,6 +1,7 @@
 """Reader of PipeDream's profiles (github.com/msr-fiddle/pipedream), one `*.txt` a model.
 
-    nodeX -- description -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes, parameter_size=bytes
+    nodeX -- description -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes,
+                            parameter_size=bytes
     <tab>nodeA -- nodeB
 
 Sizes of several results, `[bytes; bytes]`, are summed; what follows a node's fields is not read.
@@ -101,9 +102,7 @@ def read(path: Path) -> Profile:
 
 
 def _op(description: str, fields: str) -> Op:
-    values = {
-        name: sum(float(part) for part in value.strip("[]").split(";")) for name, value in _FIELD.findall(fields)
-    }
+    values = {name: sum(float(part) for part in value.strip("[]").split(";")) for name, value in _FIELD.findall(fields)}
     forward, backward, activation, params = (values[name] for name in _FIELDS)
     return Op(description, (forward + backward) / 1000, activation, params)
 

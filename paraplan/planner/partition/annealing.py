@@ -113,7 +113,9 @@ class Annealer:
 
     def _energies(self, loads: Floats, sizes: Floats) -> Floats:
         largest = loads.max(axis=0)
-        norm = largest * ((np.maximum(loads, 0.0) / np.maximum(largest, 1e-300)) ** self.power).sum(axis=0) ** (1 / self.power)
+        norm = largest * ((np.maximum(loads, 0.0) / np.maximum(largest, 1e-300)) ** self.power).sum(axis=0) ** (
+            1 / self.power
+        )
         return np.asarray(norm + self._overfull(sizes))
 
     def _remember(self) -> None:

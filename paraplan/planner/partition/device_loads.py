@@ -3,8 +3,8 @@
     load of a CPU          Σ cpu_time of its groups
     load of an accelerator Σ accelerator_time of its groups + Σ cost of the nets it has some, not all, groups of
 
-A net is a result with all groups that make or read it: a device that makes it pays to send it, one that reads it pays to
-receive it, each once. Sizes of an accelerator's groups sum up to a limit at most. Minimise the largest load. *Ordered*
+A net is a result with all groups that make or read it: a device that makes it pays to send it, one that reads it pays
+to receive it, each once. Sizes of an accelerator's groups sum up to a limit at most. Minimise the largest load. *Ordered*
 placements put groups so that along every edge the device's number does not fall, hence what a device has is convex.
 Source: Tarnawski et al. 2020, sections 3 and 5.
 """
@@ -94,9 +94,9 @@ def device_loads(problem: LoadProblem, devices: Sequence[int]) -> Floats:
 def contracted(problem: LoadProblem, ordered: bool) -> tuple[LoadProblem, list[int]]:
     """The problem with groups merged that some best placement has together, and each group's new one.
 
-    Merged are, where placements are ordered, groups on a cycle of edges; and a group that takes no time with one that is
-    in all of its nets (beside which it cannot load a device that this one does not load), the only one it has edges
-    with, unless sizes might bind.
+    Where placements are ordered, groups on a cycle of edges are merged. A group that takes no time is merged with one
+    that is in all of its nets (so that it loads no device that this one does not load anyway) and, where placements are
+    ordered, the only one it has edges with, unless sizes might bind.
     """
     whole = nx.DiGraph()
     whole.add_nodes_from(range(problem.num_groups))
@@ -157,7 +157,12 @@ def _merged(problem: LoadProblem, group_of: Sequence[int]) -> LoadProblem:
         return total
 
     return LoadProblem(
-        summed(problem.accelerator_time), summed(problem.cpu_time), summed(problem.size),
-        tuple(Net(groups, cost) for groups, cost in costs.items()), tuple(edges),
-        problem.accelerators, problem.cpus, problem.max_size,
-    )  # fmt: skip
+        summed(problem.accelerator_time),
+        summed(problem.cpu_time),
+        summed(problem.size),
+        tuple(Net(groups, cost) for groups, cost in costs.items()),
+        tuple(edges),
+        problem.accelerators,
+        problem.cpus,
+        problem.max_size,
+    )

@@ -76,10 +76,13 @@ def _first(problem: LoadProblem, time_limit_s: float) -> tuple[list[int] | None,
     devices, sizes = [0] * problem.num_groups, np.zeros(count)
     for group in np.argsort(-problem.size, kind="stable").tolist():
         fits = [
-            device for device in range(count)
+            device
+            for device in range(count)
             if device >= problem.accelerators
-            or (np.isfinite(problem.accelerator_time[group]) and sizes[device] + problem.size[group] <= problem.max_size)
-        ]  # fmt: skip
+            or (
+                np.isfinite(problem.accelerator_time[group]) and sizes[device] + problem.size[group] <= problem.max_size
+            )
+        ]
         if not fits:
             everything = range(problem.num_groups)
             placed, solution = reassign(problem, None, everything, range(count), time_limit_s)
@@ -120,9 +123,7 @@ def _descended(problem: LoadProblem, devices: Sequence[int], bound: float, deadl
     return best
 
 
-def _better(
-    problem: LoadProblem, devices: list[int], size: int, bound: float, deadline: float
-) -> list[int] | None:
+def _better(problem: LoadProblem, devices: list[int], size: int, bound: float, deadline: float) -> list[int] | None:
     """The first better placement with the groups of so many devices placed anew, those that have room first."""
     loads = device_loads(problem, devices)
     if loads.max() <= bound * (1 + _SAME):

@@ -7,8 +7,8 @@ both is better, as memory asks for the sum alone, so each ideal keeps a Pareto f
     the devices left can do the rest:            device seconds of the ideal ≤ T · (all − devices)
     a stage's fastest variants take at most T, and its leanest ones fit
 
-which are arrays over all states at once. Variants are chosen (`variants.py`) only where neither the fastest ones fit
-nor another stage is as good.
+which are arrays over all states at once. Variants are chosen (`variants.py`) only where the fastest ones do not fit (or
+differ in what they send) and no other stage is as good.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paraplan.planner.partition.hybrid_problem import (
     Floats,
@@ -46,6 +45,7 @@ class _Sums:
         per_microbatch, always: [ideal] memory of the fastest variants.
         entering, leaving: [edge] the fewest bytes.
         missing: [ideal] nodes that have no variant of this degree, counted as nothing above.
+        exact: whether these are the fastest variants' own, as a node's variants differ in time and memory alone.
     """
 
     degree: TensorDegree
@@ -56,6 +56,7 @@ class _Sums:
     entering: Floats
     leaving: Floats
     missing: Floats
+    exact: bool
 
 
 @dataclass
@@ -72,7 +73,14 @@ class _States:
 
     @staticmethod
     def empty(size: int = 1024) -> _States:
-        return _States(*(np.zeros(size, np.int64) for _ in range(6)))
+        return _States(
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
+        )
 
     def add(self, ideal: int, rows: Ints) -> None:
         """Rows of (devices, degrees, parent, tensor, data)."""
@@ -107,8 +115,19 @@ class HybridSearch:
         self.sync = np.array([problem.sync_share(d) for d in problem.data_degrees])
 
     def _sums(self, degree: TensorDegree, member: Floats) -> _Sums:
-        fastest = np.lexsort((degree.per_microbatch_bytes, degree.time_s), axis=1)[:, 0]
-        nodes = np.arange(self.problem.num_nodes)
+        problem, there = self.problem, np.isfinite(degree.time_s)
+        held = np.where(there, degree.per_microbatch_bytes, np.inf)
+        fastest = np.lexsort((held, degree.time_s), axis=1)[:, 0]
+        nodes = np.arange(problem.num_nodes)
+        least, exact = [], True
+        for values, of in (
+            (degree.param_bytes, there),
+            (degree.entering_bytes, there[problem.targets]),
+            (degree.leaving_bytes, there[problem.sources]),
+        ):
+            lowest = np.where(of, values, np.inf).min(axis=1)
+            exact &= bool((np.where(of, values, -np.inf).max(axis=1) <= lowest).all())
+            least.append(np.where(np.isfinite(lowest), lowest, 0.0))
 
         def summed(per_node: Floats) -> Floats:
             return np.asarray(member @ np.where(np.isfinite(per_node), per_node, 0.0))
@@ -116,12 +135,13 @@ class HybridSearch:
         return _Sums(
             degree,
             summed(degree.time_s[nodes, fastest]),
-            summed(degree.param_bytes.min(axis=1)),
+            summed(least[0]),
             summed(degree.per_microbatch_bytes[nodes, fastest]),
             summed(degree.always_bytes[nodes, fastest]),
-            degree.entering_bytes.min(axis=1),
-            degree.leaving_bytes.min(axis=1),
-            summed(np.isinf(degree.time_s).all(axis=1).astype(float)),
+            least[1],
+            least[2],
+            summed((~there).all(axis=1).astype(float)),
+            exact,
         )
 
     def run(self, limit_s: float) -> list[HybridStage] | None:
@@ -183,7 +203,7 @@ class HybridSearch:
                 [states.devices[state] + t * data, later + data, state, np.full(len(state), index), data], axis=1
             )
             legal = rows[:, 1] <= problem.microbatches
-            fits = held <= problem.memory_bytes
+            fits = (held <= problem.memory_bytes) & sums.exact
             sure.append(rows[legal & fits])
             doubtful = legal & ~fits
             lean = np.zeros(len(state), bool)

@@ -38,7 +38,9 @@ class HybridPartition:
         return self.time_s <= self.bound_s * (1 + 2 * _EXACT) or self.time_s == self.bound_s
 
 
-def partition_hybrid(problem: HybridProblem, time_limit_s: float = np.inf, most_ideals: int = 40_000) -> HybridPartition:
+def partition_hybrid(
+    problem: HybridProblem, time_limit_s: float = np.inf, most_ideals: int = 40_000
+) -> HybridPartition:
     """The stages whose slowest takes least.
 
     Args:
@@ -86,7 +88,9 @@ def _improved(problem: HybridProblem, ideals: Ideals, best: HybridPartition, dea
             if found is None:
                 low, refused = limit, refused + 1
             else:
-                stages, time_s, refused = tuple(found), slowest_s(problem, found), 0
+                shorter_s = slowest_s(problem, found)
+                assert shorter_s < time_s, f"stages said to take at most {limit} take {shorter_s}"
+                stages, time_s, refused = tuple(found), shorter_s, 0
     except OutOfTime:
         pass
     return HybridPartition(stages, time_s, min(low, time_s) if ideals.complete else best.bound_s)

@@ -43,7 +43,9 @@ class Ideals:
         return np.packbits(padded, axis=1, bitorder="little").view(np.uint64)
 
 
-def topological_order(num_nodes: int, edges: Iterable[tuple[int, int]], key: Callable[[int], float] | None = None) -> list[int]:  # fmt: skip
+def topological_order(
+    num_nodes: int, edges: Iterable[tuple[int, int]], key: Callable[[int], float] | None = None
+) -> list[int]:
     """Nodes so that edges go forward; of those that may come next, the least by a key.
 
     Raises:
@@ -113,8 +115,9 @@ def some_orders(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[list[i
         by_number = topological_order(num_nodes, ends)
         depth = _longest_paths(by_number, ends)
         place = {node: index for index, node in enumerate(by_number)}
-        for key in (None, lambda v: place[v] + 1e6 * depth[v], lambda v: place[v] - 1e6 * depth[v]):
-            order = topological_order(num_nodes, ends, key)
+        for weight in (0, num_nodes, -num_nodes):
+            ranks = [place[node] + weight * depth[node] for node in range(num_nodes)]
+            order = topological_order(num_nodes, ends, ranks.__getitem__)
             found.append(order[::-1] if turned else order)
     return found
 

@@ -70,9 +70,11 @@ def choose_strategies(
     least_after = np.append(np.cumsum(memory.min(axis=1)[::-1])[::-1], 0.0)
     room = max(limits, default=-np.inf) - least_after
     layers = [
-        [_pruned(memory[0, s : s + 1], intra[0, s : s + 1], np.array([-1]), np.array([0]), room[1])
-         for s in range(num_strategies)]
-    ]  # fmt: skip
+        [
+            _pruned(memory[0, s : s + 1], intra[0, s : s + 1], np.array([-1]), np.array([0]), room[1])
+            for s in range(num_strategies)
+        ]
+    ]
     for layer in range(1, num_layers):
         fronts = layers[-1]
         held = np.concatenate([front.memory for front in fronts])
@@ -83,11 +85,16 @@ def choose_strategies(
         held, before, point, taken = held[order], before[order], point[order], taken[order]
         layers.append(
             [
-                _pruned(held + memory[layer, s], taken + inter[layer, before, s] + intra[layer, s], before, point,
-                        room[layer + 1])
+                _pruned(
+                    held + memory[layer, s],
+                    taken + inter[layer, before, s] + intra[layer, s],
+                    before,
+                    point,
+                    room[layer + 1],
+                )
                 for s in range(num_strategies)
             ]
-        )  # fmt: skip
+        )
     return [_best_within(layers, limit) for limit in limits]
 
 

@@ -79,4 +79,3 @@ def _around(problem: LoadProblem, group: int, only_cpu: bool) -> float:
     cut = solve(builder.build(), relax=True)
     least = cut.bound if cut.status is Status.OPTIMAL else 0.0
     return min(on_cpu, least - _MARGIN * abs(least))
-

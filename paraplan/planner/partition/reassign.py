@@ -64,9 +64,13 @@ class _Program:
         self.z = self.builder.add_columns(len(self.nets) * count, upper=1.0)
         groups = np.arange(len(self.free))
         self.builder.add_rows(
-            len(self.free), groups.repeat(count), self.x + np.arange(len(self.free) * count),
-            np.ones(len(self.free) * count), lower=1.0, upper=1.0,
-        )  # fmt: skip
+            len(self.free),
+            groups.repeat(count),
+            self.x + np.arange(len(self.free) * count),
+            np.ones(len(self.free) * count),
+            lower=1.0,
+            upper=1.0,
+        )
         self._link_nets()
         for place, device in enumerate(self.to):
             self._limit(place, device)
@@ -94,7 +98,9 @@ class _Program:
         x = self.x + np.arange(len(self.free)) * count + place
         held = [group for group, at in self.held.items() if at == device]
         if device >= problem.accelerators:
-            self.builder.add_row([*x, self.most], [*problem.cpu_time[self.free], -1.0], upper=-problem.cpu_time[held].sum())
+            self.builder.add_row(
+                [*x, self.most], [*problem.cpu_time[self.free], -1.0], upper=-problem.cpu_time[held].sum()
+            )
             return
         times = np.where(np.isinf(problem.accelerator_time[self.free]), 0.0, problem.accelerator_time[self.free])
         nets = np.arange(len(self.nets)) * count + place

@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
+
 @dataclass(frozen=True)
 class States:
     """States in an order in which those before come first; the last has everything.

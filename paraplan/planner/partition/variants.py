@@ -3,8 +3,9 @@
     minimise Σ_v cost[v][l_v]  subject to  Σ_v memory[v][l_v] ≤ limit
 
 Bounded first: the linear relaxation (of two variants by cost per byte saved, of more by the Lagrangian one) gives a
-lower bound and a choice near it that fits. Where that does not decide, exact: the Pareto front of (memory, cost) of all choices node by node, points dropped that
-cannot fit or cannot be better than the choice known (Nemhauser and Ullmann 1969).
+lower bound and a choice near it that fits. Where that does not decide, exact: the Pareto front of (memory, cost) of all
+choices node by node, points dropped that cannot fit or cannot be better than the choice known.
+Source: Nemhauser and Ullmann 1969.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ def random_problem(random: np.random.Generator, cyclic: bool = True) -> LoadProb
     edges = random_edges(random, groups, 0.4)
     if cyclic and edges and random.random() < 0.2:
         edges.append(edges[0][::-1])
-    nets = [
-        Net(tuple(sorted(random.choice(groups, int(random.integers(2, groups + 1)), replace=False).tolist())), float(cost))
-        for cost in random.integers(0, 5, int(random.integers(0, 6)))
-        if groups > 1
-    ]  # fmt: skip
+    nets = []
+    for cost in random.integers(0, 5, int(random.integers(0, 6))) if groups > 1 else ():
+        pins = random.choice(groups, int(random.integers(2, groups + 1)), replace=False)
+        nets.append(Net(tuple(sorted(pins.tolist())), float(cost)))
     times = random.integers(0, 9, groups).astype(float)
     cpu = np.where(times == 0, 0.0, random.integers(1, 30, groups))
     times[random.random(groups) < 0.1] = np.inf
@@ -124,7 +123,14 @@ def test_annealing_counts_what_it_moves(seed: int) -> None:
     groups = 12
     nets = tuple(Net(tuple(sorted(random.choice(groups, 3, replace=False).tolist())), 1.0) for _ in range(14))
     problem = LoadProblem(
-        random.random(groups) * 5, random.random(groups) * 50, np.ones(groups), nets, (), 3, 1, 5.0 if seed % 2 else 99.0
+        random.random(groups) * 5,
+        random.random(groups) * 50,
+        np.ones(groups),
+        nets,
+        (),
+        3,
+        1,
+        5.0 if seed % 2 else 99.0,
     )
     start = [3] * groups
     annealer = Annealer(problem, [start], chains=16, seed=seed)

@@ -19,6 +19,7 @@ def random_states(random: np.random.Generator) -> States:
 
 def brute(states: States, machines: int, to: int, speed: float) -> float:
     """A[to][machines] by its definition."""
+
     def stage(after: int, count: int) -> float:
         compute = states.compute_s[to] - (states.compute_s[after] if after >= 0 else 0.0)
         params = states.param_bytes[to] - (states.param_bytes[after] if after >= 0 else 0.0)

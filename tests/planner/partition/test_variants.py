@@ -12,7 +12,10 @@ from paraplan.planner.partition.variants import choose_variants
 def test_equals_the_best_of_all_choices(seed: int) -> None:
     random = np.random.default_rng(seed)
     nodes, variants = int(random.integers(1, 7)), int(random.integers(1, 4))
-    cost, memory = random.integers(1, 20, (nodes, variants)) / 7, random.integers(0, 20, (nodes, variants)).astype(float)
+    cost, memory = (
+        random.integers(1, 20, (nodes, variants)) / 7,
+        random.integers(0, 20, (nodes, variants)).astype(float),
+    )
     if seed % 3 == 0:  # equal nodes, as layers are
         cost[:], memory[:] = cost[0], memory[0]
     cost[random.random(cost.shape) < 0.1] = np.inf
