@@ -4,8 +4,8 @@
     load of an accelerator Σ accelerator_time of its groups + Σ cost of the nets it has some, not all, groups of
 
 A net is a result with all groups that make or read it: a device that makes it pays to send it, one that reads it pays
-to receive it, each once. Sizes of an accelerator's groups sum up to a limit at most. Minimise the largest load. *Ordered*
-placements put groups so that along every edge the device's number does not fall, hence what a device has is convex.
+to receive it, each once. Sizes of an accelerator's groups sum up to a limit at most. Minimise the largest load.
+*Ordered* placements have devices in an order that no edge goes against, hence what a device has is convex.
 Source: Tarnawski et al. 2020, sections 3 and 5.
 """
 
