@@ -18,10 +18,10 @@ from paraplan.planner.partition.hybrid_search import HybridSearch, OutOfTime
 from paraplan.planner.partition.ideals import Ideals, all_ideals, ideals_of_orders, some_orders
 
 _EXACT = 1e-9
-_REFUSALS = 3
+_REFUSALS = 2
 """After as many T refused in a row, what is known is probably best: just below it is tried next."""
-_GALLOP = (1e-6, 1e-3, 0.01, 0.05, 0.2, 0.6, 2.0)
-"""How far above the lower bound a first answer is looked for, before any limit at all is lifted."""
+_GALLOP = (1e-6, 1e-3, 0.01, 0.05, 0.1, 0.1, 0.1, 0.1, 0.2, 0.3, 0.5, 1.0)
+"""How far above what is refused a first answer is looked for next, before any limit at all is lifted."""
 
 
 @dataclass(frozen=True)
