@@ -1,13 +1,18 @@
-"""The sharding solver on problems with known or independently computed answers.
+"""Solver cores on problems with known or independently computed answers.
 
     python -m benchmarks.instances alpa FOLDER      Alpa's own instances: each as published, and with memory limited to
                                                     60 % of what its optimum uses
     python -m benchmarks.instances [models]         Llama, Mixtral and Qwen3-MoE on an (8, 8) and a (64, 8) mesh, free
                                                     and with memory limited so that it binds
+    python -m benchmarks.instances (galvatron | pipedream | piper | dnn) FOLDER
+                                                    what those systems solve: strategies of layers, stages, devices of
+                                                    nodes (`benchmarks/partition_rows.py`); `--devices 8,64` and
+                                                    `--memory-gib 2.5,8` for other limits of Piper's and PipeDream's
 
-Every answer is held against an independent MILP of the same problem (HiGHS on the flow form, given ten times as long).
+The sharding solver's answers are held against an independent MILP (HiGHS on the flow form, given ten times as long).
 Columns: `gap` is (objective - bound) / objective; `cpu_s` the processor's seconds of our answer; `equal` whether the
-objective is the known optimum's and the MILP's ("better" where the MILP ran out of time above it).
+objective is the known optimum's and the MILP's ("better" where the MILP ran out of time above it). The partition cores'
+answers are scored afresh by the formula of their format (`rescored`) and held `against` the known value.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks import partition_rows
 from benchmarks.formats.alpa import Instance, limited, read_folder
 from benchmarks.table import Row, main
 from paraplan.capture import capture
@@ -137,17 +143,36 @@ def cases(family: str, folder: Path | None) -> dict[str, Callable[[], Row]]:
 def run(arguments: list[str]) -> int:
     """The command line: a family, its folder if it has one, then what every benchmark takes."""
     family = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "models"
-    folder = Path(arguments.pop(0)) if family == "alpa" and arguments and not arguments[0].startswith("-") else None
-    if family not in ("alpa", "models") or (family == "alpa" and folder is None):
-        usage = "python -m benchmarks.instances (alpa FOLDER | models) [--only PATTERN] [--json FILE]"
+    foldered = family != "models"
+    folder = Path(arguments.pop(0)) if foldered and arguments and not arguments[0].startswith("-") else None
+    if family not in ("alpa", "models", *partition_rows.FAMILIES) or (foldered and folder is None):
+        families = " | ".join(f"{name} FOLDER" for name in ("alpa", *partition_rows.FAMILIES))
+        usage = f"python -m benchmarks.instances ({families} | models) [--only PATTERN] [--json FILE]"
         print(f"usage: {usage}", file=sys.stderr)
         return 2
     try:
-        chosen = cases(family, folder)
+        if family not in partition_rows.FAMILIES:
+            return main("instances", cases(family, folder), COLUMNS, arguments)
+        assert folder is not None
+        devices, memory_gib = (_numbers(arguments, option) for option in ("--devices", "--memory-gib"))
+        limits = partition_rows.Limits(tuple(map(int, devices)), tuple(memory_gib))
+        chosen = partition_rows.cases(family, folder, limits)
     except (FileNotFoundError, ValueError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
-    return main("instances", chosen, COLUMNS, arguments)
+    return main("instances", chosen, partition_rows.COLUMNS, arguments)
+
+
+def _numbers(arguments: list[str], option: str) -> list[float]:
+    """The numbers of `--option 1,2`, taken off the command line."""
+    if option not in arguments:
+        return []
+    at = arguments.index(option)
+    if at + 1 == len(arguments):
+        raise ValueError(f"{option} takes numbers, as in {option} 8,64")
+    text = arguments[at + 1]
+    del arguments[at : at + 2]
+    return [float(each) for each in text.split(",")]
 
 
 if __name__ == "__main__":
