@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import msgspec
 
@@ -106,7 +105,7 @@ class PlanBlocks:
         routes: the blocks of each.
         micro: what everything does along the microbatch axis.
         tail_stage: the stage that holds the tail; -1 where there is none.
-        maker: value -> the stage that makes it.
+        maker, fused: value -> the stage that makes it; the places whose updates fused kernels make.
         reduce_dtype: what gradients are cast to before they are summed over ranks as they are made; "" for nothing.
     """
 
@@ -117,6 +116,7 @@ class PlanBlocks:
         self.micro: ProgramMicro = program_micro(plan.program, plan.num_microbatches)
         self.tail_stage = self._stage_of_tail()
         self.maker: dict[str, int] = {}
+        self.fused = fusible_places(plan.program, self.held) if plan.optimizer.fused else frozenset[str]()
         self.reduce_dtype = "" if plan.wire_dtype == HALVES.get(plan.program.precision) else plan.wire_dtype
         self._split = _split_stages(plan)
         self._makers = tuple(_makers(plan, each) for each in self.held)
@@ -126,11 +126,6 @@ class PlanBlocks:
         self._specs: dict[str, TensorSpec] = {}
         self.routes = tuple(self._route(way.groups) for way in self.ways)
         self._route_of = {m: self.routes[index] for index, way in enumerate(self.ways) for m in way.microbatches}
-
-    @cached_property
-    def fused(self) -> frozenset[str]:
-        """The places whose updates fused kernels make."""
-        return fusible_places(self.plan.program, self.held) if self.plan.optimizer.fused else frozenset()
 
     def _stage_of_tail(self) -> int:
         """The stage that holds the tail.

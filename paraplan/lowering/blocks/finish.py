@@ -61,17 +61,17 @@ def split_block(
     cuts = [waits[0], *(index for index in waits if waits[0] < last < index)][:2]
     legs = [instrs[at:end] for at, end in zip((0, *cuts), (*cuts, len(instrs)), strict=True)]
     names = [f"{name}.issue", *[f"{name}.on"] * (len(legs) - 2), name]
-    there, found = dict.fromkeys(inputs), list[Block]()
+    there, found = set[str | None](inputs), list[Block]()
     for at, leg in enumerate(legs):
-        later = [each for rest in legs[at + 1 :] for instr in rest for each in _reads(instr)]
-        taken = dict.fromkeys(source for instr in leg for source in _reads(instr) if source in there)
-        made = dict.fromkeys(out for instr in leg for out in instr.outs if out is not None)
-        if at == len(legs) - 1:
-            taken |= dict.fromkeys(out for out in outputs if out in there and out is not None)
-            given = outputs
+        later = (each for rest in legs[at + 1 :] for instr in rest for each in _reads(instr))
+        made = {out for instr in leg for out in instr.outs}
+        read = dict.fromkeys(source for instr in leg for source in _reads(instr))
+        taken = [source for source in (inputs if at == 0 else read) if source in read and source in there]
+        given: tuple[str | None, ...] = outputs
+        if at < len(legs) - 1:
+            given = tuple(each for each in dict.fromkeys((*later, *outputs)) if each in made)
         else:
-            needed = {*later, *outputs}
-            given = tuple(each for each in made if each in needed)
+            taken += [out for out in dict.fromkeys(outputs) if out in there and out not in taken]
         found.append(finish_block(names[at], tuple(taken), given, (), _of(values, leg), leg, role))
         there |= made
     return tuple(found)

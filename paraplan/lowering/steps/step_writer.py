@@ -155,7 +155,8 @@ class UnderWay:
         """Wait for it."""
         self.go_on()
         if (block := self.legs.pop()) is not None:
-            self.call(block, self.flight.results)
+            named = tuple(None if local is None else self.names.get(local) for local in block.outputs)
+            self.call(block, named if self.flight.results is None else self.flight.results)
         if self.flight.arrived is not None:
             self.flight.arrived()
 

@@ -4,7 +4,8 @@ Stages are cut so that the slowest takes least. Orders of the schedule are simul
 (`schedules.event_simulation`); what a position holds is its parameters' share, what its microbatches in flight save,
 and a call's workspace. Where that is over the budget, as much is recomputed in its stages as fits, by the kinds' own
 options at one price per byte, and the orders are simulated again. A stage's gradients are reduced from its last
-backward on, one stage of a position after another, beside what it still computes; its updates follow. Limits: an
+backward's end on (the first stage's beside it), one stage of a position after another, beside what it still computes;
+updates follow. Limits: an
 estimate, neither a bound nor a simulated plan; halves of a backward are taken to be equal; links are thought to be
 shared by nothing else.
 """
@@ -20,6 +21,7 @@ import msgspec
 from paraplan.cost_models.communication.collectives import p2p_s
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory, cut_evenly
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.schedules.event_simulation import Ended, ended
@@ -75,7 +77,7 @@ class Pricer:
         """
         pp, each = combination.pp, combination.each
         kept = prices.kept_bytes(mesh_shape) / pp
-        room = self.budget - prices.workspace_bytes - kept
+        room = self._room(prices, pp) - kept
         if room <= 0:
             return math.inf
         cut_s = each * (prices.cut_forward_s + prices.cut_backward_s)
@@ -110,16 +112,28 @@ class Pricer:
         memory = prices.memory(mesh_shape)
         stages = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
         found = ended(orders, stages)
-        room = [self.budget - prices.workspace_bytes] * len(orders)
+        room = [self._room(prices, combination.pp)] * len(orders)
         stages, over = _recomputed(prices, bounds, stages, stages_of(orders), found.peak_bytes, room)
         if over:
             return Estimate(combination, math.inf, over, bounds, prices)
         if over is not None:
             found = ended(orders, stages)
-        return Estimate(combination, self._ended_s(prices, bounds, orders, found), 0, bounds, prices)
+        return Estimate(combination, self._ended_s(prices, bounds, stages, orders, found), 0, bounds, prices)
 
-    def _ended_s(self, prices: StagePrices, bounds: Bounds, orders: Orders, found: Ended) -> float:
-        """When the last position has reduced its gradients and updated."""
+    def _room(self, prices: StagePrices, pp: int) -> int:
+        """What a position may hold beside what calls and, in a pipeline, reductions under way hold for a moment."""
+        return self.budget - prices.workspace_bytes - (self.budget // ROOM if pp > 1 else 0)
+
+    def _ended_s(
+        self,
+        prices: StagePrices,
+        bounds: Bounds,
+        stages: Sequence[StageCosts],
+        orders: Orders,
+        found: Ended,
+    ) -> float:
+        """When the last position has reduced its gradients and updated: those of a stage that hands a gradient on from
+        its last backward's end, those of the first beside it."""
         whole = sum(prices.seconds) or 1.0
         share = [sum(prices.seconds[slice(*bound)]) / whole for bound in bounds]
         over_s = found.stage_s
@@ -127,7 +141,10 @@ class Pricer:
         for mine in stages_of(orders):
             link_s = 0.0
             for stage in sorted(mine, key=lambda stage: over_s[stage]):
-                link_s = max(link_s, over_s[stage]) + prices.reduce_s * share[stage]
+                reduce_s, parts = prices.reduce_s * share[stage], bounds[stage][1] - bounds[stage][0]
+                beside_s = stages[stage].backward_s * (parts - 1) / parts if stage == 0 else 0.0
+                link_s = max(link_s, over_s[stage] - beside_s) + reduce_s
+                link_s = max(link_s, over_s[stage] + (reduce_s / parts if stage == 0 else 0.0))
             ended_s = max(ended_s, link_s + prices.update_s * sum(share[stage] for stage in mine))
         return ended_s + prices.gather_s * share[0]
 

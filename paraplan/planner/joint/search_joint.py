@@ -57,6 +57,8 @@ ENOUGH = 0.35
 """Of a device's room: where a sharding keeps no more in any pipeline, none that keeps less is looked for."""
 ESTIMATED = 60
 """Combinations whose orders are simulated: the best by a closed form."""
+FEWEST = 8
+"""Combinations whose orders are simulated in any case."""
 PRICED_SHARE, ESTIMATED_SHARE = 0.4, 0.55
 """Of the time limit, after which nothing else is priced, and estimated."""
 
@@ -169,7 +171,7 @@ class JointSearch:
                 quick.append((least_s, number, combination, prices))
         found: list[Estimate] = []
         for _, _, combination, prices in sorted(quick, key=lambda each: each[:2])[:ESTIMATED]:
-            if found and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
+            if len(found) >= FEWEST and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
                 break
             try:
                 estimate = pricer.estimate(combination, prices, self._mesh_shape(combination, prices))

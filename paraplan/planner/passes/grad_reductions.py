@@ -33,7 +33,8 @@ WORTH = 0.005
 def reducing(made: Realised, budget_bytes: int) -> Realised:
     """The plan with gradients reduced after as many microbatches, and as many at a time, as memory allows and is
     faster."""
-    if made.simulation.exposed_comm_s < WORTH * made.simulation.step_s:
+    worth = WORTH_ROOM if made.plan.reducing_bytes else WORTH
+    if made.simulation.exposed_comm_s < worth * made.simulation.step_s:
         return made
     best = _first_that_fits(made, more_under_way(made.plan, made.peak_bytes, budget_bytes), budget_bytes)
     if any(map(_accumulates_shards, made.plan.stages)):

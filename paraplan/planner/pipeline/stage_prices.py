@@ -26,6 +26,7 @@ from paraplan.cost_models.costs import COMPUTE
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
+from paraplan.ir.machine.collectives import COLLECTIVES, Collective
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Decisions, Job, assemble
@@ -78,7 +79,7 @@ class StagePrices:
         sharding: on one position's devices.
         forward_s, backward_s: per segment, of one microbatch.
         reduce_s: what the busiest link takes for the reductions of a step's gradients.
-        update_s: of a step, the optimizer's updates.
+        update_s: what a step computes once: updates, copies around collectives of its begin and end.
         gather_s: what the busiest link takes for the gathers that a step begins with.
         workspace_bytes: the most that any call holds for a moment.
         cut_forward_s, cut_backward_s: what a microbatch takes more for each stage that the chain is cut into: gathers
@@ -232,7 +233,7 @@ def _timed(plan: Plan) -> _Timed:
         whole = sum(each)
         if whole and (kind, shown) in lasts:
             own[kind] = [s * max(lasts[kind, shown], 0.0) / whole for s in each]
-    once_s = _reduced_s(trace, seen[-1] if seen else 0), _updated_s(trace), _gathered_s(trace)
+    once_s = _reduced_s(trace, seen[-1] if seen else 0), _once_s(trace, seen, shown), _gathered_s(trace)
     return _Timed(own[ActionKind.F], own[ActionKind.B], once_s, _above(trace))
 
 
@@ -241,25 +242,38 @@ def _reduced_s(trace: RankTrace, last: int) -> float:
     return _busiest_s(
         trace,
         lambda action: action.kind not in (ActionKind.F, ActionKind.UPDATE) and action.microbatch in (last, -1),
-        ("reduce_scatter", "all_reduce"),
+        lambda collective: bool(collective.reductions),
     )
 
 
-def _updated_s(trace: RankTrace) -> float:
-    spans = (s for s in trace.spans if s.phase == ActionKind.UPDATE.value and s.stream == COMPUTE)
-    return sum(span.busy_s for span in spans)
+def _once_s(trace: RankTrace, seen: list[int], shown: int) -> float:
+    """What is computed outside segments, in the first microbatch's forward and from the last one's backward on, beyond
+    what it is in others."""
+    busy: Counter[tuple[ActionKind, int]] = Counter()
+    for span in trace.spans:
+        if span.stream == COMPUTE and span.segment < 0:
+            action = parse_action(span.action)
+            busy[action.kind, action.microbatch] += span.busy_s  # type: ignore[assignment]
+    every = [(kind, m) for kind in (ActionKind.F, ActionKind.B) for m in seen]
+    return max(sum(busy.values()) - sum(busy[kind, shown] for kind, _ in every), 0.0)
 
 
 def _gathered_s(trace: RankTrace) -> float:
     """What the busiest link takes for gathers of the step's begin."""
     first = min(_microbatches(trace), default=0)
-    return _busiest_s(trace, lambda action: action.kind is ActionKind.F and action.microbatch == first, ("all_gather",))
+    return _busiest_s(
+        trace,
+        lambda action: action.kind is ActionKind.F and action.microbatch == first,
+        lambda collective: collective.is_gather,
+    )
 
 
-def _busiest_s(trace: RankTrace, counts: Callable[[Action], bool], labels: tuple[str, ...]) -> float:
+def _busiest_s(trace: RankTrace, counts: Callable[[Action], bool], is_meant: Callable[[Collective], bool]) -> float:
+    """Of the collectives outside segments that are meant, what the link with most of them takes."""
     links: dict[str, float] = {}
     for span in trace.spans:
-        if span.microbatch < 0 and span.label in labels and counts(parse_action(span.action)):
+        collective = COLLECTIVES.get(span.label)
+        if span.microbatch < 0 and collective and is_meant(collective) and counts(parse_action(span.action)):
             links[span.stream] = links.get(span.stream, 0.0) + span.busy_s
     return max(links.values(), default=0.0)
 

@@ -7,14 +7,18 @@ import random
 import msgspec
 import pytest
 
+from paraplan.capture import capture
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.plan import Plan
+from paraplan.jobs.inputs import hf_batch
+from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.joint.combinations import combinations
 from paraplan.planner.joint.sharding_front import front, with_price
+from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.stage_cuts import chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.search import search
@@ -88,23 +92,54 @@ def test_a_price_on_what_is_held_gives_the_lower_hull(seed: int) -> None:
         assert found.objective == pytest.approx(least, rel=1e-6, abs=1e-9)
 
 
+def _sharding(job: Job, shape: tuple[int, ...], microbatches: int) -> Sharding:
+    mesh = make_mesh(shape, tuple(f"axis{i}" for i in range(len(shape))))
+    pinned = msgspec.structs.replace(FREE, mesh=shape, microbatches=microbatches)
+    return Sharding(job, next(front(job, mesh, microbatches, pinned, LIMITS, ())))
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_prices_make_up_the_step_of_one_stage(microbatches: int) -> None:
+    """But for what is reduced, which the backward hides or not."""
     job = zoo_job("gpt2", 2)
-    mesh = make_mesh((2,), ("axis0",))
-    pinned = msgspec.structs.replace(FREE, mesh=(2,), microbatches=microbatches)
-    sharding = Sharding(job, next(front(job, mesh, microbatches, pinned, LIMITS, ())))
-    prices = sharding.prices
-    whole = realised(sharding.whole).simulation.step_s
-    assert microbatches * sum(prices.seconds) + prices.end_s == pytest.approx(whole, rel=0.1)
+    sharding = _sharding(job, (2,), microbatches)
+    prices, whole = sharding.prices, realised(sharding.whole).simulation.step_s
+    least_s = microbatches * sum(prices.seconds) + prices.update_s
+    assert 0.95 * least_s <= whole <= 1.05 * (least_s + prices.reduce_s + prices.gather_s)
     assert prices.kept_bytes((2,)) == _kept(job, sharding.whole)
     assert prices.kept_bytes((1,)) >= prices.kept_bytes((2,))
+
+
+@pytest.mark.parametrize("layers", [8, 13])
+def test_few_layers_are_priced_like_all(layers: int) -> None:
+    """Against the plan of all layers, segment by segment."""
+    settings = {
+        "n_embd": 16,
+        "n_head": 2,
+        "vocab_size": 32,
+        "n_positions": 8,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = hf_model("gpt2", {**settings, **drops, "n_layer": layers}, meta=True)
+    job = job_of(capture(model, hf_batch(model, 4, 8), precision="fp32"), 2)
+    sharding = _sharding(job, (2,), 4)
+    runs = runs_of(sharding.whole)
+    short = shortened(sharding.whole, runs)
+    assert runs and len(short.plan.program.segments) < len(job.program.segments)
+    assert [job.program.segments[i].kind for i in range(len(short.stands_for))] == [
+        short.plan.program.segments[i].kind for i in short.stands_for
+    ]
+    step_s, few = realised(sharding.whole).simulation.step_s, realised(short.plan).simulation.step_s
+    longer = realised(shortened(sharding.whole, runs, runs[0]).plan).simulation.step_s
+    assert few + (runs[0].repeats - KEPT) * (longer - few) == pytest.approx(step_s, rel=1e-3)
 
 
 def test_combinations_are_what_pins_leave() -> None:
     job = zoo_job("gpt2", 4)
     every = combinations(job, FREE)
-    assert {each.pp for each in every} == {2, 4} and {each.mesh for each in every if each.pp == 2} >= {(2,)}
+    assert {each.pp for each in every} == {1, 2, 4} and {each.mesh for each in every if each.pp == 2} >= {(2,)}
     assert all(each.num_stages <= len(job.program.segments) for each in every)
     pinned = combinations(job, msgspec.structs.replace(FREE, tp=2, schedule="1f1b", microbatches=2))
     assert {(each.pp, each.mesh, each.schedule, each.microbatches) for each in pinned} == {(2, (), "1f1b", 2)}
