@@ -53,6 +53,11 @@ class Combination:
         return self.pp * self.each
 
     @property
+    def num_actions(self) -> int:
+        """Forwards of a step, in all stages."""
+        return self.num_stages * self.microbatches
+
+    @property
     def text(self) -> str:
         """For notes and progress."""
         mesh = f" mesh {'x'.join(map(str, self.mesh))}" if self.mesh else ""

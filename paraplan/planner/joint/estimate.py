@@ -92,7 +92,8 @@ class Pricer:
                 return math.inf
             again_s = combination.microbatches * extra_s / pp
         fill = FILLED.get(combination.schedule, 1.0) * (pp - 1) / (combination.microbatches * each)
-        once_s = (prices.gather_s + prices.reduce_s) / (pp * each) + prices.update_s / pp
+        parts = pp * each if pp > 1 else len(prices.seconds)  # of one stage, all but a segment's go on beside others
+        once_s = (prices.gather_s + prices.reduce_s) / parts + prices.update_s / pp
         hops = 2 * (combination.num_stages - 1) if pp > 1 else 0
         hops_s = hops * self._hop_s(prices, len(prices.seconds) // 2, combination, mesh_shape)
         return max((work_s + again_s) * (1 + fill) + hops_s, prices.reduce_s / pp) + once_s

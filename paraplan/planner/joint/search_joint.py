@@ -44,6 +44,8 @@ MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
 SLACK = 0.03
 """What an estimate may be too high by: combinations estimated so much above the best plan are left."""
+SHORT = 0.02
+"""What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 WORTH = 0.01
 """By how much a sample has to be faster in a larger microbatch for larger ones still to be priced."""
 SHARES = (0.1, 0.5, 2.0)
@@ -97,13 +99,15 @@ class JointSearch:
     def found(self, listed: Sequence[Combination], one_stage: OneStage) -> Plan:
         """The fastest plan of one stage or of some combinations."""
         estimates = self._estimates(listed)
-        promising: list[tuple[float, Callable[[], None]]] = [
-            (each.step_s, partial(self._plan, each)) for each in estimates
+        most = max((each.combination.num_actions for each in estimates), default=1)
+        promising: list[tuple[float, float, Callable[[], None]]] = [
+            (each.step_s, 1 + SHORT * each.combination.num_actions / most, partial(self._plan, each))
+            for each in estimates
         ]
         if self.constraints.schedule is None:
-            promising.append((math.inf, partial(self._try, "one stage", partial(one_stage, self.constraints))))
+            promising.append((math.inf, 1.0, partial(self._try, "one stage", partial(one_stage, self.constraints))))
         in_vain, longest_s = 0, 0.0
-        for step_s, plan in sorted(promising, key=lambda each: each[0]):
+        for step_s, _, plan in sorted(promising, key=lambda each: each[0] * each[1]):
             late = self.deadline.passed_s + longest_s > self.deadline.limit_s or in_vain >= MOST
             if self.plans and (late or (math.isfinite(step_s) and step_s > (1 + SLACK) * self.best_s)):
                 break
@@ -204,20 +208,20 @@ class JointSearch:
         needed: dict[Kind, list[Combination]] = {}
         for combination in listed:
             needed.setdefault(self._kind(combination), []).append(combination)
-        ways: dict[Kind, list[Kind]] = {}
-        for kind in sorted(needed, key=lambda kind: (kind[1], [-n for n in kind[0]], kind[2], kind[3])):
-            ways.setdefault((*kind[:3], 0.0), []).append(kind)
+        ways: dict[tuple[object, ...], list[Kind]] = {}
+        for kind in sorted(needed, key=lambda kind: (kind[3] < 1, kind[1], [-n for n in kind[0]], kind[2], kind[3])):
+            ways.setdefault(_way(kind), []).append(kind)
         best_s = dict.fromkeys(ways, math.inf)
         rounds = itertools.chain.from_iterable(itertools.zip_longest(*ways.values()))
         for kind in (each for each in rounds if each is not None):
-            alike = (*kind[:3], 0.0)
-            if best_s[alike] == -math.inf or (self._prices and self._late):
+            way = _way(kind)
+            if best_s[way] == -math.inf or (self._prices and self._late):
                 continue
             usual = min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL)))
             self.progress(f"prices of stages: {usual.text}")
             self._prices[kind] = self._price(usual, min((each.pp for each in needed[kind] if each.pp > 1), default=1))
             each_s = min((sum(prices.seconds) for prices in self._prices[kind]), default=math.inf) / kind[3]
-            best_s[alike] = -math.inf if each_s > (1 - WORTH) * best_s[alike] else each_s
+            best_s[way] = -math.inf if each_s > (1 - WORTH) * best_s[way] else each_s
 
     def _price(self, combination: Combination, fewest: int) -> tuple[StagePrices, ...]:
         """Shardings on a position's devices with their prices, fastest first; none that keeps more and takes longer.
@@ -323,6 +327,12 @@ def search_joint(
         search.faults.append(fault)
         listed = []
     return search.found(listed, one_stage)
+
+
+def _way(kind: Kind) -> tuple[object, ...]:
+    """What kinds have in common of which more samples are priced as long as they pay: all but these, but for those of
+    which a rank has less than one, its axis being a tensor's."""
+    return *kind[:3], kind[3] < 1
 
 
 def _step_s(plan: Plan) -> float:
