@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,27 @@ def test_loss_and_outputs_equal_the_eager_model_in_evaluation(seed: int) -> None
     part = found.outputs["logits"].numel() // local.outputs["logits"].numel()
     assert part >= 1
     assert trainer.eval_step(batch()).outputs == {}
+
+
+class Namespaced(Net):
+    """Returns an object of a class of its own."""
+
+    def forward(self, **inputs: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(**super().forward(**inputs))
+
+
+def test_outputs_of_an_object_are_its_attributes() -> None:
+    torch.manual_seed(0)
+    model = Namespaced().double()
+    plan = plan_of(capture(model, batch(), precision="fp64"), 1)
+    trainer = trainer_of(plan, model)
+    with torch.no_grad():
+        wanted = model.eval()(**batch())
+    found = trainer.eval_step(batch(), outputs="global")
+    assert {"logits", "hidden.0", "hidden.1"} <= set(found.outputs)
+    close(found.loss, wanted.loss)
+    close(found.outputs["logits"], wanted.logits)
+    close(found.outputs["hidden.1"], wanted.hidden[1])
 
 
 @pytest.mark.parametrize("seed", [3])

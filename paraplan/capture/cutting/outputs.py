@@ -30,7 +30,8 @@ class Chosen(NamedTuple):
 
 
 def named_tensors(output: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in mappings, sequences and dataclasses, by path; whatever else is in them is left out."""
+    """The tensors in mappings, sequences and dataclasses, and in attributes of an object of another class that is all
+    the output, by path; whatever else is in them is left out."""
     if isinstance(output, Tensor):
         yield path or "output", output
         return
@@ -41,6 +42,8 @@ def named_tensors(output: object, path: str = "") -> Iterator[tuple[str, Tensor]
         entries = zip(names, output, strict=True)
     elif is_dataclass(output):
         entries = ((field.name, getattr(output, field.name)) for field in fields(output))
+    elif not path and hasattr(output, "__dict__"):
+        entries = iter(vars(output).items())
     else:
         return
     for key, value in entries:

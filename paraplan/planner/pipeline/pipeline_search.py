@@ -35,7 +35,7 @@ from paraplan.planner.passes.grad_reductions import ROOM, WORTH, reducing, waiti
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
-from paraplan.planner.pipeline.pipeline import pipelined
+from paraplan.planner.pipeline.pipeline import pipelined, rescheduled
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
 from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
@@ -43,13 +43,18 @@ from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.complete import complete
-from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.schedules.schedule_problem import Orders, holders_of
+from paraplan.planner.schedules.event_simulation import ended
+from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of
 from paraplan.rules.time_axis import program_micro
 
 UNLIMITED = 1 << 60
 SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
+FILLED, SAVED = 2, 1.5
+"""Microbatches a position with which plans are tried where there are this many times more."""
+TIMES = 2
+"""How often: the second time as much less may be held as all microbatches held more the first time."""
 CUTS = 4
 """Cuts by memory simulated before giving up."""
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
@@ -70,15 +75,32 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings, fi
     if constraints.schedule == SEARCHED:
         return _searched(job, constraints, shardings)
     case = _case(job, constraints)
+    few = _of_few_microbatches(case)
+    for _ in range(TIMES if few is not None else 0):
+        assert few is not None
+        best = _fastest(few, shardings, first)
+        whole = realised(rescheduled(best.plan, case.schedule, holders_of(case.orders)))
+        if case.fits(whole):
+            return _told(whole)
+        few = replace(few, budget=case.budget - max(whole.peak_bytes - best.peak_bytes, 0))
+    return _told(_fastest(case, shardings, first))
+
+
+def _fastest(case: _Case, shardings: Shardings, first: Sharding | None) -> Realised:
+    """The fastest pipeline of a case found that fits.
+
+    Raises:
+        SolverLimitError: none does.
+    """
     tried: list[Realised] = []
     fitting: list[Realised] = []
-    for rung in constraints.placing.rungs(constraints.tiers)[:2]:
+    for rung in case.constraints.placing.rungs(case.constraints.tiers)[:2]:
         if not fitting:
             tried += _with_shardings(replace(case, inner=case.inner.placed(rung)), shardings, first)
             fitting = [made for made in tried if case.fits(made)]
     if not fitting:
         raise SolverLimitError(_overflow(tried, case.budget, case.positions))
-    return _quickened(min(fitting, key=_taken_s), constraints, case.budget)
+    return _quickened(min(fitting, key=_taken_s), case.constraints, case.budget)
 
 
 def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
@@ -127,7 +149,7 @@ def _with_shardings(case: _Case, shardings: Shardings, first: Sharding | None) -
     return tried
 
 
-def _quickened(best: Realised, constraints: Constraints, budget: int) -> Plan:
+def _quickened(best: Realised, constraints: Constraints, budget: int) -> Realised:
     """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, products in
     pieces, the host's updates one step late, and states that come to theirs ahead."""
 
@@ -138,8 +160,7 @@ def _quickened(best: Realised, constraints: Constraints, budget: int) -> Plan:
     made = parted(cast_once(best, budget), budget)
     made = overlapped(reducing(made, budget), constraints.overlap, budget)
     plan = choose_ahead(choose_delay(made.plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
-    told = _told(made if plan == made.plan else realised(plan))
-    return msgspec.structs.replace(told, notes=(*told.notes, *delay_note(plan)))
+    return made if plan == made.plan else realised(plan)
 
 
 @dataclass(frozen=True)
@@ -255,7 +276,8 @@ def _case(job: Job, constraints: Constraints) -> _Case:
     positions, name = constraints.pp, constraints.schedule or usual_schedule(job.program, constraints)
     num_stages = count_stages(constraints, positions, name, len(job.program.segments))
     micros, orders = first_microbatches(job.program, constraints, name, positions, num_stages // positions)
-    check_turns(job.program, micros, name, complete(name, orders, num_replicas=NAMED[name].num_replicas), num_stages)
+    schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
+    check_turns(job.program, micros, name, schedule, num_stages)
     inner = msgspec.structs.replace(
         constraints,
         pp=None,
@@ -275,8 +297,29 @@ def _case(job: Job, constraints: Constraints) -> _Case:
         num_stages=num_stages,
         budget=device_budget(job.cluster, constraints),
         orders=orders,
-        schedule=complete(name, orders, num_replicas=NAMED[name].num_replicas),
+        schedule=schedule,
     )
+
+
+def _of_few_microbatches(case: _Case) -> _Case | None:
+    """The case in which only the first microbatches run, as many as fill the pipeline: its peaks are those of all, and
+    what is faster with them is with more. None where that saves little, or more microbatches hold more."""
+    positions, program, name = case.positions, case.job.program, case.schedule.name
+    micros = case.inner.microbatches or 1
+    few = FILLED * positions
+    if positions == 1 or micros <= SAVED * few or program.buffer_updates or case.tail < len(program.segments):
+        return None
+    if case.constraints.delayed_update is not None:
+        return None
+    try:
+        orders = named_orders(name, positions, few, case.num_stages // positions)
+    except ConstraintError:
+        return None
+    alike = (StageCosts(),) * case.num_stages
+    if ended(orders, alike).peak_bytes != ended(case.orders, alike).peak_bytes:
+        return None
+    schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
+    return replace(case, orders=orders, schedule=schedule)
 
 
 def _step_s(plan: Plan) -> float:
@@ -350,6 +393,6 @@ def _told(made: Realised) -> Plan:
         plan,
         prediction=prediction,
         certificate=certificate,
-        notes=(*plan.notes, *(notes if len(plan.stages) > 1 else ())),
+        notes=(*plan.notes, *(notes if len(plan.stages) > 1 else ()), *delay_note(plan)),
     )
     return plan if plan.profile is None else with_used_profile(plan, programs)
