@@ -18,7 +18,7 @@ import msgspec
 
 from paraplan.ir.execution.names import saved
 from paraplan.ir.execution.rank_program import Block, BlockRole, RankProgram, StepKind
-from paraplan.ir.execution.schedule import ActionKind
+from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
 
 
 def with_logits_kept(program: RankProgram, vocab: int) -> RankProgram:
@@ -37,8 +37,13 @@ def with_messages_kept(program: RankProgram) -> RankProgram:
     """The program with every message that is received alive to the end, and what a stage sends on alive to the stage's
     backward."""
     received = {step.outs[0] for step in program.steps if step.kind is StepKind.RECV}
+    received |= {
+        step.args[0] for step in program.steps
+        if step.kind is StepKind.ACCUMULATE and step.args[1] in received  # a gradient that takes its message's place
+    }  # fmt: skip
     sent = {
-        step.args[0]: step.action.replace("F", "B") for step in program.steps
+        step.args[0]: str(Action(stage=parse_action(step.action).stage, kind=ActionKind.B, microbatch=step.microbatch))
+        for step in program.steps
         if step.kind is StepKind.SEND and step.phase in (ActionKind.F, ActionKind.SEND_F)
     }  # fmt: skip
     steps = [
