@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from paraplan.ir.machine.mesh import P, R, Shard, parse_layout
+from paraplan.ir.execution.rank_program import BlockRole, RankProgram, StepKind
+from paraplan.ir.machine.mesh import P, parse_layout
 from paraplan.ir.model.program import trained_params
 from paraplan.ir.plan import Plan, Stage
 from paraplan.planner.evaluate_plan import Realised, realised
@@ -37,7 +38,7 @@ def reducing(made: Realised, budget_bytes: int) -> Realised:
     if made.simulation.exposed_comm_s < worth * made.simulation.step_s:
         return made
     best = _first_that_fits(made, more_under_way(made.plan, made.peak_bytes, budget_bytes), budget_bytes)
-    if any(map(_accumulates_shards, made.plan.stages)):
+    if any(map(_reduces_often, made.programs)):
         for plan in grouped(made.plan):
             best = _first_that_fits(best, _under_way(plan), budget_bytes)
     return best
@@ -66,16 +67,19 @@ def waiting_less(made: Realised) -> Iterator[Plan]:
     """The plan with gradients reduced after more microbatches, most first; nothing where waits for communication are
     not worth the room of whole gradients, or gradients accumulate whole already."""
     simulation, plan = made.simulation, made.plan
-    if simulation.exposed_comm_s >= WORTH_ROOM * simulation.step_s and any(map(_accumulates_shards, plan.stages)):
+    if simulation.exposed_comm_s >= WORTH_ROOM * simulation.step_s and any(map(_reduces_often, made.programs)):
         yield from grouped(plan)
 
 
-def _accumulates_shards(stage: Stage) -> bool:
-    """Whether some gradient accumulates in shards along an axis that shares the batch out: each microbatch's is
-    reduced."""
-    batch = {axis for text in stage.batch.values() for axis, each in enumerate(parse_layout(text)) if each != R}
-    grads = (parse_layout(layouts.grad) for layouts in set(stage.params.values()) if layouts.grad)
-    return any(isinstance(grad[axis], Shard) for grad in grads for axis in batch)
+def _reduces_often(program: RankProgram) -> bool:
+    """Whether some gradient is reduced before it is added up, and so for every microbatch."""
+    reduced = {
+        out
+        for step in program.steps
+        if step.kind is StepKind.CALL and program.role_of(step) is BlockRole.REDUCE
+        for out in step.outs
+    }
+    return any(step.kind is StepKind.ACCUMULATE and step.args[1] in reduced for step in program.steps)
 
 
 def _under_way(plan: Plan) -> Iterator[Plan]:

@@ -51,7 +51,7 @@ from paraplan.rules.time_axis import program_micro
 UNLIMITED = 1 << 60
 SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
-FILLED, SAVED = 2, 1.5
+FILLED, SAVED = 3, 1.5
 """Microbatches a position with which plans are tried where there are this many times more."""
 TIMES = 2
 """How often: the second time as much less may be held as all microbatches held more the first time."""
