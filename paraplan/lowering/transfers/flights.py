@@ -8,9 +8,8 @@ Each use (gradients on their way, parameters of the next segment, states of the 
     end               waited for now
 
 A flight over two axes is two collectives, the second of which reads what the first made. In a line the first sets out
-one stop earlier than what goes one way, and the second once the stop before is reached; of those sent, the second once
-the next segment but one is passed (`go_on`). So neither is waited for at once, and at the end all second ones are under
-way together.
+one stop earlier than what goes one way, and the second once the stop before is reached; of those sent, the second some
+segments later (`go_on`). So neither is waited for at once, and at the end all second ones are under way together.
 """
 
 from __future__ import annotations
@@ -19,6 +18,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paraplan.lowering.steps.step_writer import Flight, StepWriter, UnderWay
+
+LATER = 16
+"""Segments passed until the second collective of what was sent goes on: it waits for the first, which may stand behind
+others on its link."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Stop:
 class _Sent:
     under_way: UnderWay
     passed: bool = False
-    seen: bool = False
+    seen: int = 0
 
     @property
     def holds_bytes(self) -> int:
@@ -108,11 +111,11 @@ class Flights:
             self._end(held[0])
 
     def go_on(self) -> None:
-        """A segment was passed: what was sent before the one before it goes on."""
+        """A segment was passed: what was sent so many before it goes on."""
         for each in self._sent:
-            if each.seen:
+            each.seen += 1
+            if each.seen > LATER:
                 each.under_way.go_on()
-            each.seen = True
 
     def passed(self) -> None:
         """A segment was passed: what was sent before it is waited for."""

@@ -88,15 +88,14 @@ def _under_way(plan: Plan) -> Iterator[Plan]:
 
 
 def more_under_way(plan: Plan, peak_bytes: int, budget_bytes: int) -> Iterator[Plan]:
-    """The plan with more reductions under way, most first; nothing where no gradient is left to reduce, or some room
-    was given already.
+    """The plan with more reductions under way, most first; nothing where no gradient is left to reduce.
 
     Args:
         plan: finished.
         peak_bytes: what it peaks at.
         budget_bytes: what a device may hold.
     """
-    if plan.memory_actions is not None or plan.reducing_bytes or not any(map(_reduces, plan.stages)):
+    if plan.memory_actions is not None or not any(map(_reduces, plan.stages)):
         return
     whole = sum(8 * plan.program.params[name].spec.numel for name in trained_params(plan.program))
     yield msgspec.structs.replace(plan, reducing_bytes=whole)
