@@ -125,7 +125,8 @@ class JointSearch:
             best = min(self.plans, key=_step_s)
         late_words = "; then time ran out" if self.deadline.passed_s + longest_s > self.deadline.limit_s else ""
         note = (
-            f"{len(estimates)} pipelines were estimated, of which the fastest were planned: {'; '.join(self.words)}"
+            f"{len(estimates)} pipelines were estimated ({len(self._prices)} kinds of stages priced), of which the "
+            f"fastest were planned: {'; '.join(self.words)}"
             f"{late_words}"
         )
         return msgspec.structs.replace(best, notes=(*best.notes, note))
@@ -238,10 +239,8 @@ class JointSearch:
             )
             for decisions in front(part, mesh, combination.microbatches, inner, limits, SHARES):
                 found.append(Sharding(part, decisions).prices)
-                widest = (
-                    part.cluster.num_devices * combination.pp // fewest // math.prod(mesh.shape[1:]),
-                    *mesh.shape[1:],
-                )
+                inner_shape = mesh.shape[1:]
+                widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
                 if found[-1].kept_bytes(widest) <= ENOUGH * self.budget * fewest:
                     break
         except (ConstraintError, NoPlanError) as fault:
