@@ -21,7 +21,7 @@ from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import AUTO, Constraints
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 
 LIMIT = float(os.environ.get("LIMIT", "60"))
@@ -55,7 +55,7 @@ def planned(make: Callable[[], torch.nn.Module], batch: int, sequence: int, clus
     tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     program = capture(make(), {"input_ids": tokens, "labels": tokens}, precision="bf16")
     job = Job(program, parse_cluster(cluster), OPTIMIZERS["adamw"], ModelRef(display=cluster), {})
-    plan = search(job, Constraints(pp=AUTO), LIMIT, certify=False).plan
+    plan = search(job, Constraints(), LIMIT, certify=False).plan
     assert plan.prediction is not None
     return {
         "cpu_s": time.process_time() - started, "step_s": plan.prediction.step_s, "mfu": plan.prediction.mfu,

@@ -16,6 +16,13 @@ IN_EACH_PHASE = "; what forward and backward both read moved in each"
 MEASURED_APART = "; ops that one kernel does together as measured one by one"
 """Of what a bound is where such times were measured."""
 
+IN_SPACE = (
+    "{count} combinations of pp, mesh (one axis, or two with the inner one in a node), microbatches, schedule and "
+    "stages a position, however stages are cut; one sharding per segment kind, captured op order, no op taking less in "
+    "all when its samples or its work are divided further"
+)
+"""Of what a joint search's bound is."""
+
 FAULT = "this is a fault of the planner's, not of your model; please report it"
 
 
@@ -40,3 +47,28 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     )
     prediction = predict(best.plan, lower(best.plan), best.simulation)
     return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
+
+
+def certified_in_space(plan: Plan, bound_s: float, count: int) -> Plan:
+    """A joint search's plan with a bound on every combination searched; as it is where nothing was proved of them.
+
+    Args:
+        plan: priced; what it was certified by alone is of fewer plans.
+        bound_s: no combination has a shorter step.
+        count: of combinations.
+    """
+    assert plan.prediction is not None and plan.certificate is not None
+    step_s = plan.prediction.step_s
+    if bound_s <= 0.0:
+        return plan
+    if bound_s > step_s * (1 + 1e-6):
+        note = f"no bound of the space is certified: {bound_s:.6g} s was found, above the simulated step; {FAULT}"
+        return msgspec.structs.replace(plan, notes=(*plan.notes, note))
+    certificate = Certificate(
+        status="feasible",
+        objective_s=plan.certificate.objective_s,
+        bound_s=bound_s,
+        bound_scope=IN_SPACE.format(count=count),
+        gap=(step_s - bound_s) / step_s,
+    )
+    return msgspec.structs.replace(plan, certificate=certificate)

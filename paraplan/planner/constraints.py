@@ -41,7 +41,7 @@ WARM_UP_STEPS = 40
 """Steps before updates are late where it is only said that they may be: some dozens, as Ren et al. 2021 (section 5.2)
 advise, for parameters move most at first."""
 AUTO: Literal["auto"] = "auto"
-"""A degree for the planner to choose."""
+"""A degree for the planner to choose, as None is."""
 OFFLOAD: dict[str, tuple[str, ...]] = {"none": (), **{name: kind.way for name, kind in TIERS.items()}}
 """The tiers activations may wait on."""
 CP_MODES = ("gather", "alltoall", "ring", "stripes")
@@ -62,9 +62,9 @@ def _parse_mesh(text: str) -> tuple[int, ...]:
         raise ConstraintError(f"--mesh {text!r}: write axis sizes with commas, e.g. 8,8") from None
 
 
-def _parse_degree(text: str) -> int | str:
+def _parse_degree(text: str) -> int | None:
     try:
-        return text if text == AUTO else int(text)
+        return None if text == AUTO else int(text)
     except ValueError:
         raise ConstraintError(f"--pp {text!r}: give a number of groups of devices, or auto") from None
 
@@ -75,6 +75,10 @@ def _parse_stages(text: str) -> tuple[tuple[int, int], ...]:
         return tuple((int(first), int(stop)) for first, stop in pairs)
     except ValueError:
         raise ConstraintError(f"--stages {text!r}: write first:stop segments with commas, e.g. 0:3,3:6") from None
+
+
+def _as_degree(pp: int | Literal["auto"]) -> int | None:
+    return None if pp == AUTO else pp
 
 
 def _as_shape(mesh: Sequence[int]) -> tuple[int, ...]:
@@ -107,11 +111,6 @@ def _check_zero(keyword: str, zero: Any) -> None:
     check_whole(keyword, zero)
     if zero not in (0, 1, 2, 3):
         raise ConstraintError(f"{keyword}={zero}: must be 0, 1, 2 or 3")
-
-
-def _check_pp(keyword: str, pp: Any) -> None:
-    if pp != AUTO:
-        at_least(1)(keyword, pp)
 
 
 def _check_memory(keyword: str, memory_bytes: int) -> None:
@@ -184,17 +183,17 @@ class Constraints(Options, frozen=True, kw_only=True):
         "0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).",
         PARALLELISM, check=_check_zero,
     )] = None  # fmt: skip
-    pp: Annotated[int | Literal["auto"] | None, Option(
-        "Pipeline-parallel degree, other degrees being within a stage; auto: the fastest.",
-        "how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group. "
-        '"auto": as many as make the simulated step shortest (`planner.joint`).',
-        PIPELINE, metavar="N|auto", parse=_parse_degree, check=_check_pp,
+    pp: Annotated[int | None, Option(
+        "Pipeline-parallel degree, other degrees being within a stage; auto, or not given: the fastest.",
+        "how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group. 1: no "
+        'pipeline. None or "auto": as many as make the simulated step shortest (`planner.joint`).',
+        PIPELINE, metavar="N|auto", parse=_parse_degree, convert=_as_degree, check=at_least(1),
     )] = None  # fmt: skip
     schedule: Annotated[str | None, Option(
-        f"With --pp: 1f1b (if not given), {', '.join(name for name in NAMED if name != '1f1b')}, or searched (the "
-        "shortest found).",
-        'with pp, a name of `planner.schedules.named.NAMED`, or "searched" for the shortest found; None: "1f1b", '
-        'or with pp "auto" the fastest named one.',
+        f"Of a pipeline: {', '.join(NAMED)}, or searched (the shortest found). If not given: the fastest, or with a "
+        "given --pp 1f1b.",
+        'of a pipeline: a name of `planner.schedules.named.NAMED`, or "searched" for the shortest found; None: the '
+        'fastest named one, or with a given pp "1f1b".',
         PIPELINE,
     )] = None  # fmt: skip
     stages: Annotated[tuple[tuple[int, int], ...] | None, Option(

@@ -6,10 +6,12 @@ import difflib
 import math
 from collections.abc import Iterable
 
+import msgspec
+
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.model.program import HALVES
 from paraplan.ir.options import check_fields
-from paraplan.planner.constraints import AUTO, Constraints
+from paraplan.planner.constraints import Constraints
 
 
 def check_time_limit(seconds: float) -> None:
@@ -32,10 +34,10 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     """
     c = constraints
     check_fields(c)
-    if c.pp == AUTO:
-        if c.stages is not None:
-            raise ConstraintError("stages with pp=auto: how many there are follows from the degree; give pp a number")
-        return c  # degrees are checked with every pp that is tried
+    _check_states(c)
+    if c.pp is None:
+        _check_free_pp(c, num_devices)
+        return c
     num_devices = _stage_devices(c, num_devices)
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
     if c.sp and (c.tp is None or c.tp < 2):
@@ -44,7 +46,6 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         raise ConstraintError(f"cp_mode={c.cp_mode} without a context-parallel axis: give cp_mode, and cp with it")
     if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
         raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
-    _check_states(c)
     if c.mesh is not None:
         if degrees or c.ep is not None:
             degrees |= {} if c.ep is None else {"ep": c.ep}
@@ -64,6 +65,23 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
     return c
+
+
+def _check_free_pp(c: Constraints, num_devices: int) -> None:
+    """Whether the constraints make sense together with any degree of a pipeline; where not, why not with the first."""
+    if c.stages is not None:
+        raise ConstraintError(
+            "stages without pp: on how many groups of devices they lie is left open; give pp (at least 2) as well"
+        )
+    refused: ConstraintError | None = None
+    for pp in range(1 if c.schedule is None else 2, num_devices + 1):
+        if num_devices % pp == 0:
+            try:
+                check_constraints(msgspec.structs.replace(c, pp=pp), num_devices)
+                return
+            except ConstraintError as fault:
+                refused = refused or fault
+    raise refused or ConstraintError(f"schedule={c.schedule} is of a pipeline, which one device has no room for")
 
 
 def check_param_names(constraints: Constraints, names: Iterable[str]) -> None:
@@ -116,7 +134,7 @@ def _check_states(c: Constraints) -> None:
 
 def _stage_devices(c: Constraints, num_devices: int) -> int:
     """How many devices share a stage, among which the other degrees are."""
-    if isinstance(c.pp, int) and c.pp > 1:
+    if c.pp is not None and c.pp > 1:
         if num_devices % c.pp:
             raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
         return num_devices // c.pp

@@ -35,6 +35,7 @@ from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import BestPlan, Progress, find, prepared
 
 ROUNDS = 10
@@ -163,16 +164,23 @@ def _timed(found: BestPlan, deadline: Deadline) -> BestPlan:
 
 
 def _in_a_hurry(constraints: Constraints, plan: Plan) -> Constraints:
-    """The constraints on a plan's mesh, and in its microbatches."""
+    """The constraints on a plan's mesh, in its stages and microbatches."""
     return msgspec.structs.replace(_same_mesh(constraints, plan), microbatches=plan.num_microbatches)
 
 
 def _same_mesh(constraints: Constraints, plan: Plan) -> Constraints:
-    """The constraints with the mesh of a plan of one stage, where they leave it open."""
-    degrees = (constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero, constraints.pp)
+    """The constraints with a plan's stages and their mesh, where they leave them open."""
+    degrees = (constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero)
+    mesh = plan.stages[0].mesh
+    if constraints.pp is None:
+        pp, named = plan.cluster.num_devices // mesh.size, plan.schedule.name in NAMED
+        constraints = msgspec.structs.replace(constraints, pp=pp)
+        if pp > 1 and constraints.schedule is None and named:
+            bounds = tuple((stage.first, stage.stop) for stage in plan.stages)
+            constraints = msgspec.structs.replace(constraints, schedule=plan.schedule.name, stages=bounds)
     if constraints.mesh is not None or any(degree is not None for degree in degrees):
         return constraints
-    return msgspec.structs.replace(constraints, mesh=plan.stages[0].mesh.shape)
+    return msgspec.structs.replace(constraints, mesh=mesh.shape)
 
 
 def _predicted(plan: Plan) -> Prediction:

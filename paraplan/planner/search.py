@@ -24,10 +24,11 @@ from paraplan.lowering import lower
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.certificate import certified
 from paraplan.planner.checks import check_rates, check_tiers, with_states
-from paraplan.planner.constraints import AUTO, Constraints, device_budget
+from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, check_time_limit
 from paraplan.planner.deadline import FLOOR, Deadline
 from paraplan.planner.failures import Failure, failure, not_tried
+from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.search_joint import search_joint
 from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.leanest import what_would_do
@@ -53,6 +54,9 @@ from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, cho
 HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
 better, though on the meshes measured never by as much."""
+
+ONE_STAGE_SHARE = 0.8
+"""Of what is left of the time, for solving one stage once pipelines were searched."""
 
 MOST_LATE = 2.0
 """Times the limit, after which nothing more is tried though nothing was found."""
@@ -80,7 +84,8 @@ def search(
 
     Args:
         job: what is planned.
-        constraints: what the user pins; with `pp`, a pipeline (see `pipeline_search`).
+        constraints: what the user pins; with `pp` above 1, a pipeline (see `pipeline_search`), and with none of any
+            degree (see `joint`).
         time_limit_s: for all of it; a mesh has half of what is left while others wait. Where nothing was found by
             then, what is left to try has a little time each, and twice the limit at most.
         progress: told what is being tried.
@@ -117,10 +122,12 @@ def find(
         constraints = msgspec.structs.replace(constraints, microbatches=job.program.apart)
     constraints, unpriced = with_states(job, constraints)
     check_tiers(job, constraints)
-    if constraints.pp not in (None, 1):
-        pipeline = _pipeline(job, constraints, deadline, progress)
-        pipeline = msgspec.structs.replace(pipeline, notes=(*pipeline.notes, *alone_note(pipeline)))
-        return BestPlan(pipeline, deadline.passed_s, deadline.passed_s)
+    listed = _combinations(job, constraints) if constraints.pp is None else []
+    if any(each.pp > 1 for each in listed) or constraints.pp not in (None, 1):
+        plan = _pipeline(job, constraints, listed, deadline, progress, certify)
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan)))
+        return BestPlan(plan, deadline.passed_s, deadline.passed_s)
+    constraints = msgspec.structs.replace(constraints, pp=1)
     limits = SolveLimits(
         time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=certify and not job.compiled
     )
@@ -162,23 +169,41 @@ def find(
     return BestPlan(plan, sum(candidate.solve_s for candidate in found), deadline.passed_s)
 
 
+def _combinations(job: Job, constraints: Constraints) -> list[Combination]:
+    """What a joint search would search; nothing where there is no pipeline to search, and none is asked for."""
+    try:
+        return combinations(job, constraints)
+    except ConstraintError:
+        if constraints.schedule is not None:
+            raise
+        return []
+
+
 def prepared(job: Job, constraints: Constraints) -> Job:
     """The job as the constraints have it run."""
     return replace(job, compiled=constraints.compiled, reduce_dtype=constraints.reduce_dtype)
 
 
-def _pipeline(job: Job, constraints: Constraints, deadline: Deadline, progress: Progress) -> Plan:
-    """A plan of several stages, or, where the degree is to be chosen, the fastest of any."""
+def _pipeline(
+    job: Job,
+    constraints: Constraints,
+    listed: Sequence[Combination],
+    deadline: Deadline,
+    progress: Progress,
+    certify: bool,
+) -> Plan:
+    """A plan of several stages, or, where the degree is to be chosen, the fastest of those listed."""
 
     def one_stage(pinned: Constraints) -> Plan:
-        return find(job, pinned, deadline.share_s(0.5), progress).plan
+        alone = msgspec.structs.replace(pinned, pp=1)
+        return find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, certify).plan
 
     def planned(pinned: Constraints) -> Plan:
-        if pinned.pp == AUTO:
-            return search_joint(job, pinned, shardings, one_stage, progress, deadline)
         return search_pipeline(job, pinned, shardings)
 
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
+    if constraints.pp is None:
+        return search_joint(job, constraints, listed, shardings, one_stage, progress, deadline, certify)
     try:
         return planned(constraints)
     except NoPlanError as fault:
@@ -227,7 +252,8 @@ def _sharding(
     if mesh is None:
         mesh, *more = candidate_meshes(job, constraints)
         if more:
-            mesh = find(job, constraints, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
+            alone = msgspec.structs.replace(constraints, pp=1)
+            mesh = find(job, alone, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
     limits = SolveLimits(
         time_s=deadline.share_s(0.5), memory_bytes=device_budget(job.cluster, constraints), certify=False
     )

@@ -19,7 +19,7 @@ from tests.captures import program_of
 
 RANDOM = {f"{name} random {seed}": (name, seed) for at, name in enumerate(NAMES) for seed in (at, at + 30)}
 SEARCHED: dict[str, tuple[str, str, int, Constraints]] = {
-    "own": ("gpt2", "fp32", 4, Constraints()),
+    "own": ("gpt2", "fp32", 4, Constraints(pp=1)),
     "zero0": ("gpt2", "fp32", 2, Constraints(dp=2, zero=0)),
     "zero1": ("gpt2", "bf16", 2, Constraints(dp=2, zero=1)),
     "zero2": ("gpt2", "bf16", 2, Constraints(dp=2, zero=2, microbatches=2)),
@@ -58,7 +58,7 @@ SEARCHED: dict[str, tuple[str, str, int, Constraints]] = {
     "norms": ("resnet", "fp32", 2, Constraints(dp=2, zero=0)),
     "contrast": ("clip", "fp32", 2, Constraints(pp=2, schedule="gpipe", microbatches=2)),
     "loop": ("lstm", "fp32", 2, Constraints(dp=2)),
-    "tables": ("dlrm", "fp32", 2, Constraints()),
+    "tables": ("dlrm", "fp32", 2, Constraints(pp=1)),
 }
 """Name -> model, precision, devices, what is pinned."""
 SCARCE = {

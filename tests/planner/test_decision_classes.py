@@ -127,7 +127,7 @@ def test_a_search_goes_on_where_one_mesh_found_nothing(tiny_mlp, monkeypatch: py
         raise SolverLimitError("out of time") if mesh.shape == (4,) else InfeasibleError("too large")
 
     monkeypatch.setattr(search_module, "solve_mesh", grid_only)
-    assert search(tiny_mlp.job(4), Constraints(recompute="none")).plan.stages[0].mesh.shape == (2, 2)
+    assert search(tiny_mlp.job(4), Constraints(pp=1, recompute="none")).plan.stages[0].mesh.shape == (2, 2)
     monkeypatch.setattr(search_module, "solve_mesh", nothing)
     with pytest.raises(SolverLimitError):
-        search(tiny_mlp.job(4), Constraints(recompute="none"))
+        search(tiny_mlp.job(4), Constraints(pp=1, recompute="none"))

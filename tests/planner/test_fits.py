@@ -195,7 +195,7 @@ def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(search_module, "_on_mesh", slow)
-    pins = Constraints(microbatches=1, recompute="none")
+    pins = Constraints(pp=1, microbatches=1, recompute="none")
     assert any("meshes solved: 4, 2x2" in note for note in search(job(1 << 40, devices=4), pins, 60.0).plan.notes)
     assert given == [30.0, 56.0]
     given.clear()

@@ -157,7 +157,7 @@ def test_stacks_are_found_where_products_have_samples_too() -> None:
 @pytest.mark.parametrize(("name", "ranks", "ep"), [("mixtral", 2, 2), ("qwen3_moe", 4, 4), ("qwen3_moe", 4, 2)])
 def test_dropless_tokens_go_to_their_experts(name: str, ranks: int, ep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     routed(monkeypatch)
-    plan, programs = planned(name, ranks, Constraints(ep=ep))
+    plan, programs = planned(name, ranks, Constraints(pp=1, ep=ep))
     axis = plan.stages[0].mesh.axes.index("ep")
     assert {key.split("|")[axis] for key in keys_of(plan, PRODUCTS[1:])} == {"route"}
     assert any("even routing" in note for note in plan.notes)

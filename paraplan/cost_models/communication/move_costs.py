@@ -79,6 +79,16 @@ class Moves:
         _, curve = self._curves(target, axis)
         return self._taken_s(axis, seconds, min(seconds, curve.at(input_bytes)) if curve is not None else 0.0)
 
+    @cached_property
+    def least_waited(self) -> dict[str, float]:
+        """Per communication stream, what share of a collective's time at least is not the compute stream's as well."""
+        found: dict[str, float] = {}
+        for axis, stream in enumerate(self.comm_streams):
+            called = self.measured is not None and bool(self.measured.calls)
+            share = 0.0 if called else 1.0 - self.links[axis].device_share
+            found[stream] = min(found.get(stream, 1.0), share)
+        return found
+
     def taken_share_s(self, target: str, axis: int, input_bytes: int) -> float:
         """The least of it that a tensor adds to a collective that it shares with others.
 

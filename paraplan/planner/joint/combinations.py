@@ -25,6 +25,8 @@ from paraplan.rules.time_axis import program_micro, splittable
 
 SAMPLES = (1, 2, 4, 8, 16, 32)
 """Of a microbatch on a replica."""
+ONE_STAGE = "one stage"
+"""The family of plans of one stage."""
 EACH = (1, 2, 3, 4, 6, 8, 12, 16)
 """Stages a position: beyond, messages outweigh what is left of the bubble."""
 
@@ -56,6 +58,11 @@ class Combination:
     def num_actions(self) -> int:
         """Forwards of a step, in all stages."""
         return self.num_stages * self.microbatches
+
+    @property
+    def family(self) -> str:
+        """What its estimate leaves out, others of a family leave out too."""
+        return ONE_STAGE if self.pp == 1 else self.schedule
 
     @property
     def text(self) -> str:

@@ -5,9 +5,9 @@ Stages are cut so that the slowest takes least. Orders of the schedule are simul
 and a call's workspace. Where that is over the budget, as much is recomputed in its stages as fits, by the kinds' own
 options at one price per byte, and the orders are simulated again. A stage's gradients are reduced from its last
 backward's end on (the first stage's beside it), one stage of a position after another, beside what it still computes;
-updates follow. Limits: an
-estimate, neither a bound nor a simulated plan; halves of a backward are taken to be equal; links are thought to be
-shared by nothing else.
+updates follow. Where two positions hold a stage, they exchange its gradients (an all-reduce of two ranks moves each
+byte once). Limits: an estimate, neither a bound nor a simulated plan; halves of a backward are taken to be equal; links
+are thought to be shared by nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory, cut_evenly
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.schedules.event_simulation import Ended, ended
+from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, stages_of
 from paraplan.rules.time_axis import program_micro
 
@@ -76,7 +77,8 @@ class Pricer:
         what a position keeps does not fit.
         """
         pp, each = combination.pp, combination.each
-        kept = prices.kept_bytes(mesh_shape) / pp
+        replicas = NAMED[combination.schedule].num_replicas
+        kept = replicas * prices.kept_bytes(mesh_shape) / pp
         room = self._room(prices, pp) - kept
         if room <= 0:
             return math.inf
@@ -94,6 +96,9 @@ class Pricer:
         fill = FILLED.get(combination.schedule, 1.0) * (pp - 1) / (combination.microbatches * each)
         parts = pp * each if pp > 1 else len(prices.seconds)  # of one stage, all but a segment's go on beside others
         once_s = (prices.gather_s + prices.reduce_s) / parts + prices.update_s / pp
+        if replicas > 1:
+            grads = prices.memory(mesh_shape).gradient_bytes(0, len(prices.seconds))
+            once_s += self._message_s(grads * replicas // pp, math.prod(mesh_shape))
         hops = 2 * (combination.num_stages - 1) if pp > 1 else 0
         hops_s = hops * self._hop_s(prices, len(prices.seconds) // 2, combination, mesh_shape)
         return max((work_s + again_s) * (1 + fill) + hops_s, prices.reduce_s / pp) + once_s
@@ -119,7 +124,12 @@ class Pricer:
             return Estimate(combination, math.inf, over, bounds, prices)
         if over is not None:
             found = ended(orders, stages)
-        return Estimate(combination, self._ended_s(prices, bounds, stages, orders, found), 0, bounds, prices)
+        ended_s = self._ended_s(prices, bounds, stages, orders, found)
+        if NAMED[combination.schedule].num_replicas > 1:
+            size = math.prod(mesh_shape)
+            grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in stages_of(orders))
+            ended_s += self._message_s(max(grads), size)
+        return Estimate(combination, ended_s, 0, bounds, prices)
 
     def _room(self, prices: StagePrices, pp: int) -> int:
         """What a position may hold beside what calls and, in a pipeline, reductions under way hold for a moment."""

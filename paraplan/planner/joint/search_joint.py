@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError
+from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
+from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.sharding_front import front
+from paraplan.planner.joint.space_bound import SpaceBound
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_search import first_devices, search_pipeline
 from paraplan.planner.pipeline.shorten import runs_of, shortened
@@ -40,6 +43,8 @@ OneStage = Callable[[Constraints], Plan]
 Kind = tuple[tuple[int, ...], int, bool, float]
 """Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, whether its first
 is of one device, and the samples of a microbatch."""
+MESHES = 6
+"""Of one stage, up to which each is solved."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
 SLACK = 0.03
@@ -63,6 +68,10 @@ FEWEST = 8
 """Combinations whose orders are simulated in any case."""
 PRICED_SHARE, ESTIMATED_SHARE = 0.4, 0.55
 """Of the time limit, after which nothing else is priced, and estimated."""
+PROVED_SHARE = 0.15
+"""Of the time limit, what a bound on all combinations may take at most, once the plan is found."""
+SOLVED_SHARE = 0.1
+"""Of the time left, for the choice of one sharding."""
 
 
 @dataclass
@@ -85,6 +94,7 @@ class JointSearch:
     words: list[str] = field(default_factory=list)
     faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
     _prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
+    _off: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def budget(self) -> int:
@@ -96,40 +106,100 @@ class JointSearch:
         """The shortest step of a plan so far."""
         return min(map(_step_s, self.plans), default=math.inf)
 
-    def found(self, listed: Sequence[Combination], one_stage: OneStage) -> Plan:
-        """The fastest plan of one stage or of some combinations."""
+    def found(self, listed: Sequence[Combination], one_stage: OneStage, certify: bool = True) -> Plan:
+        """The fastest plan of one stage or of some combinations.
+
+        Raises:
+            SolverLimitError: nothing was found; says what was tried, and what the search of one stage said.
+        """
         estimates = self._estimates(listed)
-        most = max((each.combination.num_actions for each in estimates), default=1)
-        promising: list[tuple[float, float, Callable[[], None]]] = [
-            (each.step_s, 1 + SHORT * each.combination.num_actions / most, partial(self._plan, each))
-            for each in estimates
-        ]
-        if self.constraints.schedule is None:
-            promising.append((math.inf, 1.0, partial(self._try, "one stage", partial(one_stage, self.constraints))))
-        in_vain, longest_s = 0, 0.0
-        for step_s, _, plan in sorted(promising, key=lambda each: each[0] * each[1]):
-            late = self.deadline.passed_s + longest_s > self.deadline.limit_s or in_vain >= MOST
-            if self.plans and (late or (math.isfinite(step_s) and step_s > (1 + SLACK) * self.best_s)):
-                break
-            before, began_s = self.best_s, self.deadline.passed_s
-            plan()
-            in_vain = 0 if self.best_s < before else in_vain + 1
-            longest_s = max(longest_s, self.deadline.passed_s - began_s)
+        try:
+            self._plan_promising(estimates)
+            self._solve_one_stage(one_stage)
+        except KeyboardInterrupt:
+            if not self.plans:
+                raise
+            self.words.append("interrupted")
         if not self.plans:
-            raise next((each for each in self.faults if not isinstance(each, ConstraintError)), self.faults[-1])
-        best = min(self.plans, key=_step_s)
-        if len(best.stages) == 1 and self._meshes_free and not self.deadline.is_over:
-            mesh, count = best.stages[0].mesh.shape, best.num_microbatches
-            pinned = msgspec.structs.replace(self.constraints, mesh=mesh, microbatches=count)
-            self._try(f"one stage, solved on mesh {'x'.join(map(str, mesh))}", lambda: one_stage(pinned))
-            best = min(self.plans, key=_step_s)
-        late_words = "; then time ran out" if self.deadline.passed_s + longest_s > self.deadline.limit_s else ""
+            raise self._nothing()
         note = (
             f"{len(estimates)} pipelines were estimated ({len(self._prices)} kinds of stages priced), of which the "
             f"fastest were planned: {'; '.join(self.words)}"
-            f"{late_words}"
         )
-        return msgspec.structs.replace(best, notes=(*best.notes, note))
+        best = min(self.plans, key=_step_s)
+        best = msgspec.structs.replace(best, notes=(*best.notes, note))
+        return self._certified(best, listed) if certify else best
+
+    def _certified(self, best: Plan, listed: Sequence[Combination]) -> Plan:
+        """The plan with what is proved of every combination; its own certificate where that is nothing."""
+        if self.job.compiled:
+            return best
+        bound = SpaceBound(self.job, self.constraints, self.budget, self._position, self._way_of)
+        stop = time.perf_counter() + max(PROVED_SHARE * self.deadline.limit_s, 1.0)
+        self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
+        return certified_in_space(best, bound.bound_s(listed, self.best_s, stop), len(listed))
+
+    def _way_of(self, combination: Combination) -> tuple[object, float]:
+        kind = self._kind(combination)
+        return _way(kind), kind[3]
+
+    def _plan_promising(self, estimates: Sequence[Estimate]) -> None:
+        """Plan estimated combinations, the most promising first, until no other promises to be faster.
+
+        An estimate is taken to be off by as much as the last one of its schedule was (`_off`), a pipeline's of a
+        schedule not planned yet by as much as the best of others: what is left out of it is left out of all.
+        """
+        waiting, in_vain, longest_s = list(estimates), 0, 0.0
+        most = max((each.combination.num_actions for each in estimates), default=1)
+
+        def rank(estimate: Estimate) -> float:
+            return self._hoped_s(estimate) * (1 + SHORT * estimate.combination.num_actions / most)
+
+        while waiting:
+            first = min(
+                waiting, key=lambda each: self._hoped_s(each) * (1 + SHORT * each.combination.num_actions / most)
+            )
+            if in_vain >= MOST and (self.plans or math.isinf(first.step_s)):
+                return
+            if self._hoped_s(first) > (1 + SLACK) * self.best_s:
+                return
+            if self.words and self.deadline.passed_s + longest_s > self.deadline.limit_s:
+                self.words.append("then time ran out")
+                return
+            waiting.remove(first)
+            before, began_s = self.best_s, self.deadline.passed_s
+            self._plan(first)
+            in_vain = 0 if self.best_s < before else in_vain + 1
+            longest_s = max(longest_s, self.deadline.passed_s - began_s)
+
+    def _nothing(self) -> NoPlanError | ConstraintError:
+        """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
+        said = [each for each in self.faults if isinstance(each, NoPlanError)]
+        if not said:
+            return self.faults[-1]
+        fault = said[0] if self.constraints.schedule is not None else said[-1]
+        more = f"; nor was anything found of {len(self.words)} tried: {'; '.join(self.words)}"
+        return SolverLimitError(f"{fault}{more}", lambda: f"{fault.explained()}{more}")
+
+    def _hoped_s(self, estimate: Estimate) -> float:
+        known = [off for family, off in self._off.items() if family != ONE_STAGE]
+        family = estimate.combination.family
+        return estimate.step_s * self._off.get(family, 1.0 if family == ONE_STAGE else min(known, default=1.0))
+
+    def _solve_one_stage(self, one_stage: OneStage) -> None:
+        """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
+        nothing else was found, and where one stage is the best, on its mesh."""
+        if self.constraints.schedule is not None or (self.plans and self.deadline.is_over):
+            return
+        best = min(self.plans, key=_step_s, default=None)
+        if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
+            self._try("one stage", lambda: one_stage(self.constraints))
+        elif len(best.stages) == 1:
+            mesh, count = best.stages[0].mesh.shape, best.num_microbatches
+            pinned = msgspec.structs.replace(self.constraints, microbatches=count)
+            if self._meshes_free:
+                pinned = msgspec.structs.replace(pinned, mesh=mesh)
+            self._try(f"one stage, solved on mesh {'x'.join(map(str, mesh))}", lambda: one_stage(pinned))
 
     @property
     def _meshes_free(self) -> bool:
@@ -137,16 +207,19 @@ class JointSearch:
         c = self.constraints
         return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
 
-    def _try(self, text: str, planned: Callable[[], Plan]) -> None:
-        self.progress(text)
+    def _try(self, text: str, planned: Callable[[], Plan]) -> Plan | None:
+        """What is planned, told; None where nothing was found."""
+        known = f"{text}; best so far {self.best_s:.4g} s" if self.plans else text
+        self.progress(known)
         try:
             plan = planned()
         except (ConstraintError, NoPlanError) as fault:
             self.faults.append(fault)
             self.words.append(f"{text}: nothing")
-            return
+            return None
         self.plans.append(plan)
         self.words.append(f"{text}: {_step_s(plan):.4g} s")
+        return plan
 
     def _plan(self, estimate: Estimate) -> None:
         """Plan a combination as a pinned pipeline."""
@@ -159,7 +232,9 @@ class JointSearch:
             check_constraints(pinned, self.job.cluster.num_devices)
             return search_pipeline(self.job, pinned, self.shardings, self._sharding(estimate))
 
-        self._try(f"{estimate.combination.text} ({said})", planned)
+        plan = self._try(f"{estimate.combination.text} ({said})", planned)
+        if plan is not None and math.isfinite(estimate.step_s):
+            self._off[estimate.combination.family] = _step_s(plan) / estimate.step_s
 
     def _estimates(self, listed: Sequence[Combination]) -> list[Estimate]:
         """Of every combination, the most promising first."""
@@ -235,7 +310,7 @@ class JointSearch:
         try:
             part, inner, mesh = self._position(combination)
             limits = SolveLimits(
-                time_s=self.deadline.share_s(PRICED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
+                time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
             )
             for decisions in front(part, mesh, combination.microbatches, inner, limits, SHARES):
                 found.append(Sharding(part, decisions).prices)
@@ -298,34 +373,29 @@ class JointSearch:
 def search_joint(
     job: Job,
     constraints: Constraints,
+    listed: Sequence[Combination],
     shardings: Shardings,
     one_stage: OneStage,
     progress: Callable[[str], None],
     deadline: Deadline,
+    certify: bool,
 ) -> Plan:
     """The fastest plan found.
 
     Args:
         job: what is planned.
-        constraints: with `pp` "auto"; a pinned schedule leaves plans of one stage out.
+        constraints: without `pp`; a pinned schedule leaves plans of one stage out.
+        listed: what is searched.
         shardings: of stages' devices.
         one_stage: plans without a pipeline.
         progress: told what is being tried.
         deadline: after which nothing else is begun, once something was found.
+        certify: whether to bound the step of every plan in scope.
     Raises:
         ConstraintError: what is pinned leaves nothing.
-        InfeasibleError, SolverLimitError: nothing fits; says what the first came to.
+        SolverLimitError: nothing that fits was found.
     """
-    pinned = msgspec.structs.replace(constraints, pp=None)
-    search = JointSearch(job, pinned, shardings, progress, deadline)
-    try:
-        listed = combinations(job, constraints)
-    except ConstraintError as fault:
-        if constraints.schedule is not None:
-            raise
-        search.faults.append(fault)
-        listed = []
-    return search.found(listed, one_stage)
+    return JointSearch(job, constraints, shardings, progress, deadline).found(listed, one_stage, certify)
 
 
 def _way(kind: Kind) -> tuple[object, ...]:

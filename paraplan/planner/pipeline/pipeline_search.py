@@ -22,7 +22,7 @@ from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.execution.schedule import Schedule
-from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
@@ -361,6 +361,8 @@ def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
     n = cluster.num_devices
     if positions < 1 or n % positions:
         raise ConstraintError(f"pp={positions} does not divide the cluster's {n} devices")
+    if positions == 1:
+        return msgspec.structs.replace(cluster, groups=tuple(map(_roomy, cluster.groups)))
     size, group = n // positions, cluster.groups[0]
     per_node = min(size, group.devices_per_node)
     if size % per_node or group.devices_per_node % per_node or size > group.nodes * group.devices_per_node:
@@ -368,9 +370,12 @@ def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
             f"pp={positions}: {size} devices a stage do not lie along nodes of {group.devices_per_node}; use a pp that "
             "makes stages of whole nodes, or of equal parts of one"
         )
-    device = msgspec.structs.replace(group.device, memory_bytes=UNLIMITED)
-    part = msgspec.structs.replace(group, nodes=size // per_node, devices_per_node=per_node, device=device)
+    part = msgspec.structs.replace(_roomy(group), nodes=size // per_node, devices_per_node=per_node)
     return msgspec.structs.replace(cluster, groups=(part,))
+
+
+def _roomy(group: NodeGroup) -> NodeGroup:
+    return msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=UNLIMITED))
 
 
 def _told(made: Realised) -> Plan:

@@ -101,16 +101,25 @@ class ChainMemory:
     Attributes:
         params: per segment, its parameters.
         param_bytes: per parameter, what a rank keeps for it: the stored copy, its gradient, the optimizer's states.
+        grad_bytes: per parameter that is trained, its gradient on a rank.
         saved_bytes: per segment, what one microbatch in flight holds.
     """
 
     params: tuple[tuple[str, ...], ...]
     param_bytes: dict[str, int]
+    grad_bytes: dict[str, int]
     saved_bytes: tuple[int, ...]
 
     def kept_bytes(self, first: int, stop: int) -> int:
         """What a stage keeps whatever is in flight."""
-        return sum(self.param_bytes[name] for name in {n for params in self.params[first:stop] for n in params})
+        return self._of_params(self.param_bytes, first, stop)
+
+    def gradient_bytes(self, first: int, stop: int) -> int:
+        """The gradients of a stage."""
+        return self._of_params(self.grad_bytes, first, stop)
+
+    def _of_params(self, nbytes: dict[str, int], first: int, stop: int) -> int:
+        return sum(nbytes.get(name, 0) for name in {n for params in self.params[first:stop] for n in params})
 
     def stage_bytes(self, first: int, stop: int, in_flight: int) -> int:
         """What a stage holds when it is fullest, short of what ops need for a moment."""
@@ -125,7 +134,7 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
         saved_bytes: per kind, what an instance saves for the backward of a microbatch.
     """
     program, stage = plan.program, plan.stages[0]
-    trained, param_bytes = set(trained_params(program)), {}
+    trained, param_bytes, grad_bytes = set(trained_params(program)), dict[str, int](), dict[str, int]()
     for name, layouts in stage.params.items():
         spec = program.params[name].spec
 
@@ -136,10 +145,12 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
         if name in trained:
             dtype = master_dtype(program.precision, spec.dtype)
             slots = plan.optimizer.state_slots + (dtype != spec.dtype)
-            param_bytes[name] += local(dtype, layouts.grad) + slots * local(dtype, layouts.state)
+            grad_bytes[name] = local(dtype, layouts.grad)
+            param_bytes[name] += grad_bytes[name] + slots * local(dtype, layouts.state)
     return ChainMemory(
         tuple(segment.params for segment in program.segments),
         param_bytes,
+        grad_bytes,
         tuple(saved_bytes[segment.kind] for segment in program.segments),
     )
 

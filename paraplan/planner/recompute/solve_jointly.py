@@ -26,6 +26,7 @@ from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
 from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
+from paraplan.planner.sharding.exposed import proof_network
 from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.solve import (
@@ -58,7 +59,8 @@ def solve_with_recomputation(
     """
     began = time.perf_counter()
     space = problem_of(job, mesh, num_microbatches, constraints)
-    network = formulate(space).network
+    formulation = formulate(space)
+    network = formulation.network
     base = memory_rows(space, limits.memory_bytes, activations=False)
     rows, solve_s = base, 0.0
     closest: tuple[Decisions, Unfit] | None = None
@@ -91,7 +93,8 @@ def solve_with_recomputation(
     bound_s = 0.0
     if limits.certify:
         left_s = limits.left_s(started - began)
-        bound_s = step_bound(with_rows(network, base), work, found.multipliers[: len(base)], left_s)
+        bounded = with_rows(proof_network(job, space, formulation, constraints), base)
+        bound_s = step_bound(bounded, bounded.work(found.choices), found.multipliers[: len(base)], left_s)
     solve_s += time.perf_counter() - started
     return Candidate(
         fitted.plan, fitted.simulation, float(work.sum()) + fitted.extra_s, bound_s, "feasible", solve_s, True

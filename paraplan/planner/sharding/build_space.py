@@ -205,6 +205,7 @@ class _KindTransfers:
                         tuple(dict.fromkeys(ends)),
                         count * self.m,
                         f"{self.kind.name}.{name}.{phase.value}",
+                        name,
                         self.index,
                         phase,
                         name in self.kind.params or name in self.kind.param_grads,
@@ -216,7 +217,9 @@ class _KindTransfers:
             what, spec = f"{self.kind.name}.{name}.saved", self.kind.graph.values[name]
             forward = Phase.FORWARD
             self.space.transfers.append(
-                WantedValue(spec, made[name], (end,), 1, what, self.index, forward, False, "", end.decider, lean=True)
+                WantedValue(
+                    spec, made[name], (end,), 1, what, name, self.index, forward, False, "", end.decider, lean=True
+                )
             )
         self._saved(made, once)
 

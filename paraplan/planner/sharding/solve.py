@@ -21,6 +21,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.decision_classes import grad_classes
 from paraplan.planner.evaluate_plan import Realised, realise
 from paraplan.planner.sharding.build_space import build_space
+from paraplan.planner.sharding.exposed import proof_network
 from paraplan.planner.sharding.formulate import (
     Formulation,
     formulate,
@@ -188,7 +189,8 @@ def solve_mesh(
     if limits.certify:
         left_s = limits.left_s(started - began)
         proof = memory_rows(space, limits.memory_bytes, proof=True)
-        bound_s = step_bound(with_rows(network, proof), work, found.multipliers[: len(base)], left_s)
+        bounded = with_rows(proof_network(job, space, problem, constraints), proof)
+        bound_s = step_bound(bounded, bounded.work(found.choices), found.multipliers[: len(base)], left_s)
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
     binds = bool(instants) or rows is not base or any(multiplier > 0 for multiplier in found.multipliers)

@@ -43,6 +43,7 @@ class WantedValue:
         readers: who wants it.
         count: how often a step does this (instances times microbatches).
         what: for people.
+        name: of the value in its kind.
         kind, phase: where.
         bundled: whether small ones share a collective with others (parameters and their gradients).
         wire: what they are cast to before they are summed over ranks; "" for nothing.
@@ -55,6 +56,7 @@ class WantedValue:
     readers: tuple[End, ...]
     count: int
     what: str
+    name: str
     kind: int
     phase: Phase
     bundled: bool

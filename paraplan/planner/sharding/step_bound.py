@@ -17,7 +17,7 @@ import numpy as np
 
 from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.network.cost_network import Floats, Network
-from paraplan.planner.sharding.network.lagrangian import Ascent
+from paraplan.planner.sharding.network.lagrangian import Ascent, Point
 
 GAP = 1e-3
 """How near the best bound is near enough: plans overlap work better or worse by far more."""
@@ -34,18 +34,33 @@ def step_bound(network: Network, work: Floats, multipliers: Floats, time_limit_s
     Returns:
         Seconds; 0.0 where nothing was proved.
     """
-    kept = consistent(network)
-    if kept is None:
-        return 0.0
     useful = np.flatnonzero(multipliers > 0.0)
     rows = tuple(network.rows[index] for index in useful)
-    small = Network(network.prices, network.factors, rows).restricted(kept)
-    ascent = Ascent(small, None, time.perf_counter() + time_limit_s, gap=GAP)
     share = 0.05 * work / work.sum()
     share[int(np.argmax(work))] += 0.95
-    ascent.start(share, multipliers[useful] / len(work))
+    small = Network(network.prices, network.factors, rows)
+    point = best_point(small, share, multipliers[useful] / len(work), time_limit_s)
+    return 0.0 if point is None else max(0.0, point.bound)
+
+
+def best_point(network: Network, weights: Floats, multipliers: Floats, time_limit_s: float) -> Point | None:
+    """Where the bound is best, of what the time allows.
+
+    Args:
+        network: the problem.
+        weights: [stream] where they start, with sum 1.
+        multipliers: [row] where they start.
+        time_limit_s: for all of it.
+    Returns:
+        The point; None where some variable has no option left.
+    """
+    kept = consistent(network)
+    if kept is None:
+        return None
+    ascent = Ascent(network.restricted(kept), None, time.perf_counter() + time_limit_s, gap=GAP)
+    ascent.start(weights, multipliers)
     for _ in range(12):
         _, ceiling = ascent.step()
         if ceiling <= ascent.best.bound * (1 + 3 * GAP) or time.perf_counter() > ascent.stop:
             break
-    return max(0.0, ascent.best.bound)
+    return ascent.best

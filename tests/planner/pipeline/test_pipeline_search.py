@@ -162,20 +162,20 @@ def test_a_stage_that_keeps_too_much_is_sharded_more() -> None:
 
 def test_degrees_and_schedules_are_searched() -> None:
     job = job_of(program(), 2)
-    found = search(job, Constraints(pp="auto", microbatches=4)).plan
+    found = search(job, Constraints(microbatches=4)).plan
     assert found.prediction is not None
-    for degree, schedule in ((None, None), (2, "1f1b"), (2, "zb-v"), (2, "chimera")):
+    for degree, schedule in ((1, None), (2, "1f1b"), (2, "zb-v"), (2, "chimera")):
         pinned = search(job, Constraints(pp=degree, schedule=schedule, microbatches=4)).plan
         assert pinned.prediction is not None
         assert found.prediction.step_s <= pinned.prediction.step_s
     assert any("one stage" in note and "pp=2 " in note for note in found.notes)
     four = job_of(program(), 4)
-    one = search(four, Constraints(pp="auto", schedule="1f1b", microbatches=4, tp=2)).plan
+    one = search(four, Constraints(schedule="1f1b", microbatches=4, tp=2)).plan
     assert (len(one.stages), one.stages[0].mesh.size) == (2, 2)  # one stage has no schedule, four leave no tp=2
-    with pytest.raises(ConstraintError, match="stages with pp=auto"):
+    with pytest.raises(ConstraintError, match="stages without pp"):
         search(four, Constraints(pp="auto", stages=((0, 1), (1, 2))))
     with pytest.raises(ConstraintError, match="no schedule 'nothing'"):
-        search(job, Constraints(pp="auto", schedule="nothing"))
+        search(job, Constraints(schedule="nothing"))
 
 
 def test_a_pinned_pipeline_is_planned_and_runs() -> None:
@@ -276,7 +276,7 @@ def test_a_stage_may_have_nothing_to_train() -> None:
     ("pins", "message"),
     [
         ({"pp": 3}, "pp=3 does not divide the cluster's 4 devices"),
-        ({"schedule": "1f1b"}, "schedule=1f1b without a pipeline"),
+        ({"pp": 1, "schedule": "1f1b"}, "schedule=1f1b without a pipeline"),
         ({"pp": 4, "schedule": "hanayo", "stages": tuple((i, i + 1) for i in range(16))}, "more than the model's"),
         ({"pp": 4, "stages": ((0, 1), (1, 2))}, "2 stages cannot lie on pp=4"),
         ({"pp": 2, "stages": ((0, 2), (3, 4))}, "stage 1 is 3:4; it starts at 2"),

@@ -1,0 +1,114 @@
+"""The bound of a space against every plan in it, and its formula against every cut."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import msgspec
+import pytest
+
+from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.planner.certificate import certified_in_space
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.joint.search_joint import JointSearch
+from paraplan.planner.joint.space_bound import Relaxed, SpaceBound
+from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.schedules.event_simulation import ended
+from paraplan.planner.schedules.schedule_problem import StageCosts
+from paraplan.planner.search import search
+from tests.planner.joint.test_joint import zoo_job
+
+LONG = Deadline(600.0)
+
+
+def _bound(name: str, devices: int, pins: Constraints) -> tuple[list[Combination], float]:
+    job = zoo_job(name, devices)
+    listed = combinations(job, pins)
+    found = JointSearch(job, pins, Shardings(lambda *_: pytest.fail("no sharding is needed")), lambda _: None, LONG)
+    bound = SpaceBound(job, pins, found.budget, found._position, found._way_of)
+    return listed, bound.bound_s(listed, float("inf"), time.perf_counter() + 60.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "pins"),
+    [
+        ("gpt2", 2, Constraints(microbatches=4)),
+        ("llama", 4, Constraints(schedule="1f1b", microbatches=2)),
+        ("bert", 4, Constraints(tp=2, microbatches=2)),
+    ],
+)
+def test_no_plan_of_a_space_is_below_its_bound(name: str, devices: int, pins: Constraints) -> None:
+    job = zoo_job(name, devices)
+    listed, bound_s = _bound(name, devices, pins)
+    assert bound_s > 0.0
+    steps = []
+    for combination in listed:
+        pinned = combination.pinned(pins)
+        try:
+            plan = search(job, pinned, certify=False).plan
+        except (ConstraintError, NoPlanError):
+            continue
+        assert plan.prediction is not None
+        steps.append(plan.prediction.step_s)
+    assert len(steps) > 1 and bound_s <= min(steps)
+    assert bound_s >= 0.2 * min(steps)  # of messages between processes, most of a step here, it knows nothing
+
+
+def test_one_stage_a_position_is_bounded_by_every_cut() -> None:
+    """Segments of equal seconds, as finely cut as can be: the best cut of 1f1b comes near the formula, none below."""
+    for pp, m, segments in ((2, 2, 12), (2, 6, 12), (3, 4, 12), (4, 3, 10)):
+        combination = Combination(pp, (1,), m, "1f1b", 1)
+        relaxed = Relaxed(pp, 1.0, 0.0, float(3 * segments * m), (1.0,) * segments, (2.0,) * segments)
+        job = zoo_job("gpt2", pp)
+        bound = SpaceBound(job, Constraints(), 1, lambda _: pytest.fail("nothing to solve"), lambda _: ("", 1.0))
+        bound_s = bound._combination_s(combination, 1.0, relaxed, relaxed)
+        best_s = min(
+            ended(combination.orders(), tuple(StageCosts(forward_s=n, backward_s=2.0 * n) for n in cut)).step_s
+            for cut in itertools.product(range(1, segments), repeat=pp)
+            if sum(cut) == segments
+        )
+        assert bound_s <= best_s * (1 + 1e-9) and bound_s >= 0.75 * best_s
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("interleaved", 2), ("hanayo", 2), ("zb-v", 2), ("chimera", 1)])
+def test_no_order_is_below_what_its_idle_positions_leave(schedule: str, each: int) -> None:
+    pp, m, segments = 2, 4, 8
+    combination = Combination(pp, (1,), m, schedule, each)
+    relaxed = Relaxed(pp, 1.0, 0.0, float(3 * segments * m), (1.0,) * segments, (2.0,) * segments)
+    job = zoo_job("gpt2", pp)
+    bound = SpaceBound(job, Constraints(), 1, lambda _: pytest.fail("nothing to solve"), lambda _: ("", 1.0))
+    bound_s = bound._combination_s(combination, 1.0, relaxed, relaxed)
+    steps = [
+        ended(
+            combination.orders(),
+            tuple(StageCosts(forward_s=n, backward_s=2.0 * n, input_grad_s=n, weight_grad_s=n) for n in cut),
+        ).step_s
+        for cut in itertools.product(range(1, segments), repeat=pp * each)
+        if sum(cut) == segments
+    ]
+    assert bound_s <= min(steps) * (1 + 1e-9) and bound_s >= 0.6 * min(steps)
+
+
+def test_a_bound_above_the_step_is_told_and_not_kept() -> None:
+    plan = search(zoo_job("gpt2", 2), Constraints(pp=2, microbatches=2)).plan
+    assert plan.prediction is not None
+    step_s = plan.prediction.step_s
+    inside = certified_in_space(plan, 0.5 * step_s, 7)
+    assert inside.certificate is not None and inside.certificate.gap == pytest.approx(0.5)
+    assert inside.certificate.bound_scope.startswith("7 combinations of pp")
+    above = certified_in_space(plan, 1.1 * step_s, 7)
+    assert above.certificate == plan.certificate and "fault of the planner" in above.notes[-1]
+    assert certified_in_space(plan, 0.0, 7) == plan
+
+
+def test_a_free_search_is_certified_over_its_whole_space() -> None:
+    job = zoo_job("gpt2", 2)
+    plan = search(job, Constraints(microbatches=4)).plan
+    assert plan.certificate is not None and plan.prediction is not None
+    assert "combinations of pp, mesh" in plan.certificate.bound_scope
+    assert 0.0 < plan.certificate.bound_s <= plan.prediction.step_s
+    pinned = search(job, msgspec.structs.replace(Constraints(microbatches=4), pp=2)).plan
+    assert pinned.prediction is not None and plan.certificate.bound_s <= pinned.prediction.step_s
