@@ -1,26 +1,32 @@
 """Any legal plan against the single device: values, recorded sequence and peak memory.
 
-Every model on 2, 4 and 8 ranks in this process: the planner's own choice, and plans that draw their mesh, microbatches,
-every op's strategy and every layout at random, with dropout on in half of them and states and parameters on the host or
-on disk in two thirds, some updated late. Own choices, plans that update late and every fifth run
-five steps, the others two, of SGD with momentum (under Adam, which divides by it, a parameter whose gradient is nothing
-but rounding noise tells of the noise). Held against the captured program on one device by the numerics contract's
-measure: the loss and every gradient of each step, every parameter and buffer after the last. The last step is recorded:
-what each rank did against the prediction, entry by entry; the measured peaks of live bytes against the predicted ones.
-`eager` is the captured program against the user's model, dropout replayed (1e-5 where it has fp32 islands). A plan that
-crashes or breaks a bound is named by its seed under `failures`, and the others go on.
+Every model on 2, 4 and 8 ranks in this process: the planner's own choice with everything free, the same in three
+quarters of the memory that takes, pipelines of a degree, mesh, schedule and number of stages drawn at random, and plans
+that draw their mesh, microbatches, every op's strategy and every layout at random, with dropout on in half of them and
+states and parameters on the host or on disk in two thirds, some updated late. Own choices, pipelines, plans that update
+late and every fifth run five steps, the others two, of SGD with momentum (under Adam, which divides by it, a parameter
+whose gradient is nothing but rounding noise tells of the noise). Held against the captured program on one device by the
+numerics contract's measure: the loss and every gradient of each step, every parameter and buffer after the last. The
+last step is recorded: what each rank did against the prediction, entry by entry; the measured peaks of live bytes
+against the predicted ones. `eager` is the captured program against the user's model, dropout replayed (1e-5 where it
+has fp32 islands). A plan that crashes or breaks a bound is named by its seed under `failures`, and the others go on.
 
-    python -m benchmarks.fuzz [--only "gpt2 8"] [--json FILE [--resume]]      PLANS=50 plans a model (environment)
+    python -m benchmarks.fuzz [--only "gpt2 8"] [--json FILE [--resume]]
+
+PLANS=50 random plans a model and PIPELINES=3 on as many ranks (environment).
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -30,6 +36,7 @@ from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.errors import NoPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
@@ -40,11 +47,16 @@ from paraplan.jobs.models import Made
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.pipeline.stage_cuts import cut_evenly
 from paraplan.planner.sampling import random_plan
+from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
 
 PLANS = int(os.environ.get("PLANS", "50"))
+PIPELINES = int(os.environ.get("PIPELINES", "3"))
+TIGHT = 0.75
 MICROBATCHES = {2: 4, 4: 2, 8: 2}
 """Ranks -> the most microbatches drawn: a step's work is the product of both."""
 
@@ -185,12 +197,41 @@ def plans(of: Subject, ranks: int, count: int) -> Iterator[tuple[str, Callable[[
     """The planner's choice, and these ranks' share of random plans: name, what makes it, its dropout, its steps."""
     index = list(MICROBATCHES).index(ranks)
     dropout = 0.1 if index % 2 else 0.0
-    yield "own", lambda: search(of.job(dropout, ranks), Constraints(), certify=False).plan, dropout, STEPS
+    own = cache(lambda: searched(of.job(dropout, ranks), Constraints()))
+    yield "own", own, dropout, STEPS
+
+    def tight() -> Plan:
+        prediction = own().prediction
+        assert prediction is not None
+        memory = int(TIGHT * max(prediction.peak_bytes))
+        with suppress(NoPlanError):
+            return searched(of.job(dropout, ranks), Constraints(memory_bytes=memory, reserve_bytes=0))
+        return own()
+
+    yield f"own in {TIGHT:.0%} of its memory", tight, dropout, STEPS
+    listed = [each for each in combinations(of.job(dropout, ranks), Constraints()) if each.pp > 1]
+    draw = random.Random(f"{of.name} {ranks}")
+    for combination in draw.sample(listed, min(PIPELINES, len(listed))):
+        yield combination.text, partial(pipeline, of.job(dropout, ranks), combination), dropout, STEPS
     for seed in range(count):
         if seed // 2 % len(MICROBATCHES) == index:
             drawn = partial(random_plan, seed=seed, max_microbatches=MICROBATCHES[ranks], states_leave=True)
             job = of.job(0.1 if seed % 2 else 0.0, ranks)
             yield f"seed {seed}", partial(drawn, job), 0.1 if seed % 2 else 0.0, FEW if seed % 5 else STEPS
+
+
+def searched(job: Job, constraints: Constraints) -> Plan:
+    """The planner's choice."""
+    return search(job, constraints, certify=False).plan
+
+
+def pipeline(job: Job, combination: Combination) -> Plan:
+    """A combination planned; with fewer microbatches where its ops do not take so many."""
+    pinned = combination.pinned(Constraints())
+    if combination.each > NAMED[combination.schedule].stages:
+        bounds = cut_evenly([1.0] * len(job.program.segments), combination.num_stages, len(job.program.segments))
+        pinned = msgspec.structs.replace(pinned, stages=bounds)
+    return searched(job, pinned)
 
 
 def fuzz(name: str, ranks: int) -> Row:
