@@ -51,7 +51,8 @@ Progress = Callable[[str], None]
 _PARTS = {
     "check_constraints": "paraplan.planner.contradictions",
     "capture_with_reads": "paraplan.capture.capture",
-    "search_room": "paraplan.planner.fits",
+    "plan_by": "paraplan.baselines.planners",
+    "check_planner": "paraplan.baselines.planners",
     "Job": "paraplan.planner.assemble",
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
@@ -235,7 +236,7 @@ class Buckets:
         if not buckets:
             raise ConstraintError("buckets is empty: give one mapping of options per shape, e.g. [{'seq': 128}]")
         attributes = tuple(dict(each.get("attributes", {})) for each in buckets)
-        given = with_keywords(Constraints, constraints, options)
+        given = {"pp": 1, **with_keywords(Constraints, constraints, options)}
 
         def plan(index: int, **more: Any) -> Plan:
             own = {name: value for name, value in buckets[index].items() if name not in ("attributes", "constraints")}
@@ -285,17 +286,30 @@ def compile(
     check_keywords("compile", options, JobOptions, Constraints)
     pins = from_keywords(Constraints, with_keywords(Constraints, constraints, options))
     asked = from_keywords(JobOptions, options)
-    check_fields(asked)
-    _part("check_constraints")(pins, spec.num_devices)
-    tell = asked.progress or (lambda text: None)
-    times, warning = _profiled(asked, spec)
-    tell(f"capturing {type(model).__name__}")
-    program, reads, reference = _captured(model, asked, _apart(asked.per_microbatch, pins.microbatches))
-    job = _part("Job")(program, spec, ir_plan.OPTIMIZERS[asked.optimizer], reference, versions(), profile=times)
-    found = _part("search_room")(job, pins, asked.time_limit_s, tell)
+    _part("check_planner")(asked.strategy)
+    job, reads, warning = captured_job(model, spec, asked, pins)
+    found = _part("plan_by")(asked.strategy, job, pins, asked.time_limit_s, asked.progress or (lambda text: None))
     data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
     programs = verify_plan(data)
     return Plan(data, programs, found.solve_s, time.perf_counter() - started, reads)
+
+
+def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: Constraints) -> tuple[Any, Reads, str]:
+    """What is planned, what the model read as it was captured, and a warning about its profile ("": none).
+
+    Args:
+        model, spec: as for `compile`.
+        asked: how the step is captured.
+        pins: pinned choices, which are checked against the cluster.
+    """
+    check_fields(asked)
+    _part("check_constraints")(pins, spec.num_devices)
+    times, warning = _profiled(asked, spec)
+    if asked.progress is not None:
+        asked.progress(f"capturing {type(model).__name__}")
+    program, reads, reference = _captured(model, asked, _apart(asked.per_microbatch, pins.microbatches))
+    job = _part("Job")(program, spec, ir_plan.OPTIMIZERS[asked.optimizer], reference, versions(), profile=times)
+    return job, reads, warning
 
 
 def _profiled(asked: JobOptions, spec: ClusterSpec) -> tuple[Profile | None, str]:

@@ -41,6 +41,7 @@ _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
     "compare_memory": "paraplan.comparing",
+    "compare_plans": "paraplan.comparing",
     "make_model": "paraplan.jobs.models",
     "check_run": "paraplan.jobs.run",
     "check_local": "paraplan.jobs.run",
@@ -50,6 +51,8 @@ _PARTS = {
     "run_rank": "paraplan.terminal.run_output",
     "STRATEGIES": "paraplan.baselines.compare",
     "check_names": "paraplan.baselines.compare",
+    "PLANNERS": "paraplan.baselines.planners",
+    "as_cluster": "paraplan.api",
     "show_plan": "paraplan.terminal.show",
     "plan_json": "paraplan.terminal.show",
     "show_summary": "paraplan.terminal.show",
@@ -58,6 +61,8 @@ _PARTS = {
     "memory_json": "paraplan.terminal.memory_tables",
     "compare_table": "paraplan.terminal.compare_table",
     "compare_json": "paraplan.terminal.compare_table",
+    "plans_table": "paraplan.terminal.compare_table",
+    "plans_json": "paraplan.terminal.compare_table",
 }
 _part = lazy(_PARTS)
 RESULT_ENV = "PARAPLAN_RESULT"
@@ -186,37 +191,46 @@ def simulate(
 @with_options(JobOptions, only=("batch", "seq", "optimizer", "precision"))
 def compare(
     model: ModelName,
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Of one device: local:1, 1xH100, or a file.")],
+    cluster: Annotated[
+        str, typer.Argument(metavar="CLUSTER", help="Of one device (local:1, 1xH100) or of several; or a file.")
+    ],
     memory: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZE|%", help="A budget, or a share of what is not always there."),
+        typer.Option(metavar="SIZE|%", help="On one device: a budget, or a share of what is not always there."),
     ] = None,
     strategies: Annotated[str, typer.Option(help="Names joined by commas, or all.")] = "all",
     settings: Settings = None,
     *,
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For each strategy at each budget.")] = 10.0,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="For each strategy (60), on one device at each budget (10)."),
+    ] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
-    """Compare memory strategies on one device: ours and the literature's."""
+    """Compare strategies: on one device memory strategies, on several whole plans; ours and others'."""
     gc.set_threshold(*RARELY)
-    names = tuple(_part("STRATEGIES")) if strategies == "all" else tuple(map(str.strip, strategies.split(",")))
-    _part("check_names")(names)
+    alone = _part("as_cluster")(cluster).num_devices == 1
+    if memory and not alone:
+        raise ConstraintError(
+            f"--memory is for one device (local:1, 1xH100), and {cluster} has several: leave it out, or plan with "
+            "paraplan plan --memory"
+        )
+    every = (*_part("STRATEGIES"),) if alone else ("paraplan", *(n for n in _part("PLANNERS") if n != "megatron-grid"))
+    names = every if strategies == "all" else tuple(map(str.strip, strategies.split(",")))
+    if alone:
+        _part("check_names")(names)
+    limit = {} if time_limit is None else {"strategy_time_s": time_limit}
     with Progress() as tell:
         made = _loaded(model, settings, options, tell)
-        found = _part("compare_memory")(
-            made.model,
-            cluster,
-            memory or ["80%", "60%", "50%", "40%"],
-            names,
-            strategy_time_s=time_limit,
-            progress=tell,
-            **_captured_on(made),
-            **options,
-        )
-    out().print(_part("compare_table")(found))
+        given = {**_captured_on(made), **options, **limit, "progress": tell}
+        if alone:
+            found = _part("compare_memory")(made.model, cluster, memory or ["80%", "60%", "50%", "40%"], names, **given)
+        else:
+            found = _part("compare_plans")(made.model, cluster, names, **given)
+    out().print(_part("compare_table" if alone else "plans_table")(found))
     if as_json:
-        print_json(_part("compare_json")(found))
+        print_json(_part("compare_json" if alone else "plans_json")(found))
 
 
 @app.command()

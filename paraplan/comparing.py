@@ -1,4 +1,4 @@
-"""Memory strategies side by side on a model: captured, planned for one device, each tried at every budget."""
+"""Strategies side by side on a model: of memory on one device, each at every budget; of whole plans on several."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paraplan.api import Progress, as_cluster
+from paraplan.api import Progress, as_cluster, captured_job
 from paraplan.api import compile as compile_plan
 from paraplan.baselines.compare import Comparison, compare
+from paraplan.baselines.planners import ComparedPlan, check_planner, compare_planners
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.options import from_keywords
 from paraplan.ir.sizes import parse_bytes
+from paraplan.plan_options import JobOptions
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_time_limit
 
 if TYPE_CHECKING:
@@ -67,6 +71,38 @@ def compare_memory(
         return [budget(*peak) for budget in parsed]
 
     return compare(plan.data, plan.programs[0], budgets, strategies, strategy_time_s, tell)
+
+
+def compare_plans(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    strategies: Sequence[str],
+    *,
+    strategy_time_s: float = 60.0,
+    progress: Progress | None = None,
+    constraints: Constraints | None = None,
+    **given: Any,
+) -> list[ComparedPlan]:
+    """What planners choose for a model on several devices, side by side; their plans run as ours do.
+
+    Args:
+        model, cluster: as for `compile`.
+        strategies: names among `baselines.planners.NAMES`; "paraplan" is ours.
+        strategy_time_s: seconds for each.
+        progress: told what is being done.
+        constraints: pinned for all.
+        given: options of `JobOptions`, as for `compile`.
+    Raises:
+        ConstraintError: a strategy is unknown.
+        CaptureError: the model cannot be captured.
+    """
+    check_time_limit(strategy_time_s)
+    for name in strategies:
+        check_planner(name)
+    pins = constraints or Constraints()
+    asked = from_keywords(JobOptions, {**given, "progress": progress})
+    job, *_ = captured_job(model, as_cluster(cluster), asked, pins)
+    return compare_planners(job, pins, strategies, strategy_time_s, progress or (lambda text: None))
 
 
 def _budget(text: int | str) -> Callable[[int, int], int]:

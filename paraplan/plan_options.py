@@ -143,6 +143,16 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
             metavar="SECONDS",
         ),
     ] = 60.0
+    strategy: Annotated[
+        str,
+        Option(
+            "Who chooses: paraplan, or as others do: ddp, zero1, zero2, fsdp, gpipe, megatron, megatron-grid.",
+            'who chooses the plan: "paraplan", or what others would choose (`baselines.planners.PLANNERS`): "ddp", '
+            '"zero1", "zero2", "fsdp", "gpipe", "megatron", "megatron-grid"; what they leave open is planned as ever.',
+            PLANNING,
+            metavar="NAME",
+        ),
+    ] = "paraplan"
     profile: Annotated[
         str | Path | None,
         Option(
@@ -171,6 +181,7 @@ class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):
     precision: str
     per_microbatch: bool
     time_limit_s: float
+    strategy: str
     profile: str | Path | None
     profile_any: bool
 

@@ -19,8 +19,11 @@ from benchmarks.zoo import build
 from paraplan import api
 from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.ir.struct import from_json, to_json
+from paraplan.planner.assemble import Job
 
 FOLDER = "PARAPLAN_TEST_CAPTURES"
 """Environment variable: the folder of one session's programs; without it each process captures its own."""
@@ -69,3 +72,9 @@ def compiled(model: nn.Module, cluster: str, **options: Any) -> api.Plan:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(api, "_captured", known)
         return api.compile(model, cluster, **options)
+
+
+def zoo_job(name: str, devices: int) -> Job:
+    """A model of the zoo in float32, without dropout, on local processes."""
+    program = program_of(name, 0.0, "fp32")
+    return Job(program, ClusterSpec.local(devices), OPTIMIZERS["adamw"], ModelRef(display="tiny"), {})

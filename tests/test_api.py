@@ -32,7 +32,8 @@ def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def planned(devices: int = 2, **constraints: object) -> pp.Plan:
     inputs = {"x": torch.zeros(8, 4, 8)}
-    return pp.compile(Net(), f"local:{devices}", example_inputs=inputs, loss_fn=loss, **constraints)  # type: ignore[arg-type]
+    pins = {"pp": 1, **constraints}
+    return pp.compile(Net(), f"local:{devices}", example_inputs=inputs, loss_fn=loss, **pins)  # type: ignore[arg-type]
 
 
 def test_save_and_load_give_back_the_plan(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory strategies side by side, on a terminal and as JSON."""
+"""Memory strategies, and planners, side by side, on a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -70,3 +70,59 @@ def compare_json(found: Any) -> dict[str, Any]:
         "base_bytes": found.base_bytes,
         "rows": rows,
     }
+
+
+def plans_table(found: Any) -> Group:
+    """A row per planner: what its plan takes, how much longer that is than ours, and the plan in a few words."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("strategy", no_wrap=True)
+    for name in ("step", "to the fastest", "MFU", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("plan")
+    table.add_column("seconds", justify="right")
+    least_s = min((row.plan.prediction.step_s for row in found if row.plan is not None), default=0.0)
+    for row in found:
+        seconds = f"{row.solve_s:.1f}"
+        if row.plan is None:
+            table.add_row(row.strategy, "–", "", "", "", Text(row.why, style="yellow"), seconds)
+            continue
+        told = row.plan.prediction
+        table.add_row(
+            row.strategy,
+            show_seconds(told.step_s),
+            f"+{100 * (told.step_s / least_s - 1):.1f} %",
+            f"{100 * told.mfu:.1f} %" if told.mfu else "",
+            show_bytes(max(told.peak_bytes)),
+            _plan_words(row.plan),
+            seconds,
+        )
+    return Group(table, Text("Every plan runs: paraplan plan --strategy NAME. – nothing fits.", style="dim"))
+
+
+def _plan_words(plan: Any) -> str:
+    """Degrees, microbatches, schedule."""
+    mesh = plan.stages[0].mesh
+    axes = " ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
+    positions = plan.cluster.num_devices // mesh.size
+    stages = f"pp={positions} ({len(plan.stages)} stages, {plan.schedule.name}) " if positions > 1 else ""
+    again = any(choice.activations for stage in plan.stages for choice in stage.choices)
+    count = plan.num_microbatches
+    return f"{stages}{axes}, {count} microbatch{'es' if count > 1 else ''}{', recomputing' if again else ''}"
+
+
+def plans_json(found: Any) -> dict[str, Any]:
+    """The same as the JSON object of `--json`."""
+    rows = []
+    for row in found:
+        told = {"strategy": row.strategy, "solve_s": row.solve_s, "why": row.why}
+        if row.plan is not None:
+            prediction = row.plan.prediction
+            told |= {
+                "step_s": prediction.step_s,
+                "mfu": prediction.mfu,
+                "peak_bytes": max(prediction.peak_bytes),
+                "plan": _plan_words(row.plan),
+                "notes": list(row.plan.notes),
+            }
+        rows.append(told)
+    return {"rows": rows}

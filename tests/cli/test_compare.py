@@ -31,10 +31,22 @@ def test_strategies_side_by_side(here: Path, command: Any) -> None:
             assert "0.0 [0.0]" in line and "∅" in line
 
 
+def test_planners_side_by_side(here: Path, command: Any) -> None:
+    outcome = command("compare", "zoo:net", "local:2", "--strategies", "paraplan,ddp,megatron,gpipe", "--json")
+    assert outcome.code == 0, outcome
+    *table, last = outcome.out.splitlines()
+    rows = {row["strategy"]: row for row in json.loads(last)["rows"]}
+    assert list(rows) == ["paraplan", "ddp", "megatron", "gpipe"]
+    assert all(row["step_s"] >= rows["paraplan"]["step_s"] * (1 - 1e-9) for row in rows.values() if "step_s" in row)
+    assert rows["ddp"]["plan"].startswith("dp=2") and "pp=2" in rows["gpipe"]["plan"]
+    assert sum(line.startswith(("paraplan ", "ddp ", "megatron ", "gpipe ")) for line in table) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("local:2",), ("2 devices", "local:1")),
+        (("local:2", "--memory", "1MiB"), ("--memory is for one device", "paraplan plan --memory")),
+        (("local:2", "--strategies", "paraplan,megatorn"), ("'megatorn' is unknown", "megatron")),
         (("local:1", "--strategies", "paraplan,magic"), ("'magic'", "chen-sqrt")),
         (("local:1", "--strategies", "chekmate"), ("did you mean checkmate-", "revolve")),
         (("local:1", "--memory", "much"), ("'much'", "2GiB", "60%")),

@@ -18,7 +18,7 @@ OPTIONS = {
         "--microbatches", "--memory", "--reserve", "--recompute", "--offload", "--states", "--params", "--grads",
         "--update", "--offload-states", "--delayed-update", "--overlap", "--compile", "--reduce-dtype", "--optimizer",
         "--dynamic", "--batch", "--seq", "--precision",
-        "--per-microbatch", "--time-limit", "--profile", "--profile-any", "--json",
+        "--per-microbatch", "--time-limit", "--strategy", "--profile", "--profile-any", "--json",
     ],
     "profile": [
         "MODEL", "--output -o", "--device", "--devices", "--set", "--batch", "--seq", "--optimizer", "--precision",

@@ -6,10 +6,10 @@ import pytest
 
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
 from paraplan.ir.machine.tier_placement import HERE, TierPlacement
-from paraplan.planner import search as search_module
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.decision_classes import grad_classes, param_classes
+from paraplan.planner.one_stage import on_mesh
 from paraplan.planner.param_pins import parse_param_pin
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.search import search
@@ -116,7 +116,7 @@ def test_meshes_worth_solving(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_search_goes_on_where_one_mesh_found_nothing(tiny_mlp, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """A mesh without a plan does not end the search; if none has one, what is not proved is not called infeasible."""
-    solved = search_module.solve_mesh
+    solved = on_mesh.solve_mesh
 
     def grid_only(job, mesh, *rest):  # type: ignore[no-untyped-def]
         if mesh.shape == (4,):
@@ -126,8 +126,8 @@ def test_a_search_goes_on_where_one_mesh_found_nothing(tiny_mlp, monkeypatch: py
     def nothing(job, mesh, *rest):  # type: ignore[no-untyped-def]
         raise SolverLimitError("out of time") if mesh.shape == (4,) else InfeasibleError("too large")
 
-    monkeypatch.setattr(search_module, "solve_mesh", grid_only)
+    monkeypatch.setattr(on_mesh, "solve_mesh", grid_only)
     assert search(tiny_mlp.job(4), Constraints(pp=1, recompute="none")).plan.stages[0].mesh.shape == (2, 2)
-    monkeypatch.setattr(search_module, "solve_mesh", nothing)
+    monkeypatch.setattr(on_mesh, "solve_mesh", nothing)
     with pytest.raises(SolverLimitError):
         search(tiny_mlp.job(4), Constraints(pp=1, recompute="none"))

@@ -186,7 +186,7 @@ def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mesh has half of what is left while others wait; those that there is no time for are named."""
     now, given = [0.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    on_mesh = search_module._on_mesh
+    on_mesh = search_module.plans_on_mesh
 
     def slow(job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, *rest: object) -> object:
         given.append(limits.time_s)
@@ -194,7 +194,7 @@ def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 4.0
         return found
 
-    monkeypatch.setattr(search_module, "_on_mesh", slow)
+    monkeypatch.setattr(search_module, "plans_on_mesh", slow)
     pins = Constraints(pp=1, microbatches=1, recompute="none")
     assert any("meshes solved: 4, 2x2" in note for note in search(job(1 << 40, devices=4), pins, 60.0).plan.notes)
     assert given == [30.0, 56.0]

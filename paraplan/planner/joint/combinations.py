@@ -17,7 +17,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
-from paraplan.planner.pipeline.pipeline_search import first_devices
+from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import Orders

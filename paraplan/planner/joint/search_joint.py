@@ -9,17 +9,15 @@ what was not planned is slower is not proved, and a note says what was left.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 
 from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError, SolverLimitError
-from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
@@ -29,20 +27,19 @@ from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
-from paraplan.planner.joint.sharding_front import front
+from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.joint.space_bound import SpaceBound
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.pipeline_search import first_devices, search_pipeline
+from paraplan.planner.pipeline.pipeline_search import search_pipeline
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.sharding.solve import SolveLimits
 
-OneStage = Callable[[Constraints], Plan]
-Kind = tuple[tuple[int, ...], int, bool, float]
-"""Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, whether its first
-is of one device, and the samples of a microbatch."""
+OneStage = Callable[[Constraints, bool], Plan]
+"""Plans without a pipeline; whether to bound what it is found among."""
+USUAL_ZERO, USUAL_SHARE = (1, 0, 2, 3), 0.15
+"""ZeRO levels of data parallelism planned before all else, within so much of the time limit."""
 MESHES = 6
 """Of one stage, up to which each is solved."""
 MOST = 4
@@ -51,27 +48,14 @@ SLACK = 0.03
 """What an estimate may be too high by: combinations estimated so much above the best plan are left."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
-WORTH = 0.01
-"""By how much a sample has to be faster in a larger microbatch for larger ones still to be priced."""
-SHARES = (0.1, 0.5, 2.0)
-"""Prices of what shardings keep, each as a share of the work at which all would be kept."""
-GAP = 1e-2
-"""Of the work of a sharding that is priced, what it may be above the least."""
-USUAL = 16
-"""Microbatches, or near as many, at which shardings are chosen: what a step does once does not count for more than in
-a pipeline, where it goes on beside other microbatches."""
-ENOUGH = 0.35
-"""Of a device's room: where a sharding keeps no more in any pipeline, none that keeps less is looked for."""
 ESTIMATED = 60
 """Combinations whose orders are simulated: the best by a closed form."""
 FEWEST = 8
 """Combinations whose orders are simulated in any case."""
-PRICED_SHARE, ESTIMATED_SHARE = 0.4, 0.55
-"""Of the time limit, after which nothing else is priced, and estimated."""
+ESTIMATED_SHARE = 0.55
+"""Of the time limit, after which nothing else is estimated."""
 PROVED_SHARE = 0.15
 """Of the time limit, what a bound on all combinations may take at most, once the plan is found."""
-SOLVED_SHARE = 0.1
-"""Of the time left, for the choice of one sharding."""
 
 
 @dataclass
@@ -93,13 +77,17 @@ class JointSearch:
     plans: list[Plan] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
-    _prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
     _off: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def budget(self) -> int:
         """Bytes a device may hold."""
         return device_budget(self.job.cluster, self.constraints)
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        """Prices of positions."""
+        return Pricing(self.job, self.constraints, self.budget, self.progress, self.deadline)
 
     @property
     def best_s(self) -> float:
@@ -112,10 +100,12 @@ class JointSearch:
         Raises:
             SolverLimitError: nothing was found; says what was tried, and what the search of one stage said.
         """
-        estimates = self._estimates(listed)
+        estimates: list[Estimate] = []
         try:
+            self._plan_usual(one_stage)
+            estimates = self._estimates(listed)
             self._plan_promising(estimates)
-            self._solve_one_stage(one_stage)
+            self._solve_one_stage(one_stage, certify)
         except KeyboardInterrupt:
             if not self.plans:
                 raise
@@ -123,8 +113,8 @@ class JointSearch:
         if not self.plans:
             raise self._nothing()
         note = (
-            f"{len(estimates)} pipelines were estimated ({len(self._prices)} kinds of stages priced), of which the "
-            f"fastest were planned: {'; '.join(self.words)}"
+            f"{len(estimates)} pipelines were estimated ({len(self.pricing.prices)} kinds of stages priced), of which "
+            f"the fastest were planned: {'; '.join(self.words)}"
         )
         best = min(self.plans, key=_step_s)
         best = msgspec.structs.replace(best, notes=(*best.notes, note))
@@ -134,14 +124,22 @@ class JointSearch:
         """The plan with what is proved of every combination; its own certificate where that is nothing."""
         if self.job.compiled:
             return best
-        bound = SpaceBound(self.job, self.constraints, self.budget, self._position, self._way_of)
+        bound = SpaceBound(self.job, self.constraints, self.budget, self.pricing.position, self.pricing.way_of)
         stop = time.perf_counter() + max(PROVED_SHARE * self.deadline.limit_s, 1.0)
         self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
         return certified_in_space(best, bound.bound_s(listed, self.best_s, stop), len(listed))
 
-    def _way_of(self, combination: Combination) -> tuple[object, float]:
-        kind = self._kind(combination)
-        return _way(kind), kind[3]
+    def _plan_usual(self, one_stage: OneStage) -> None:
+        """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster."""
+        n = self.job.cluster.num_devices
+        pinned = self.constraints.schedule is not None or self.constraints.recompute is not None
+        if pinned or not self._meshes_free or self.job.program.batch_size % n:
+            return
+        for zero in USUAL_ZERO:
+            if self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s:
+                return
+            pins = msgspec.structs.replace(self.constraints, dp=n, zero=zero, recompute="none")
+            self._try(f"dp={n} zero={zero}", partial(one_stage, pins, False))
 
     def _plan_promising(self, estimates: Sequence[Estimate]) -> None:
         """Plan estimated combinations, the most promising first, until no other promises to be faster.
@@ -174,9 +172,10 @@ class JointSearch:
 
     def _nothing(self) -> NoPlanError | ConstraintError:
         """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
-        said = [each for each in self.faults if isinstance(each, NoPlanError)]
+        faults = [*self.pricing.faults, *self.faults]
+        said = [each for each in faults if isinstance(each, NoPlanError)]
         if not said:
-            return self.faults[-1]
+            return faults[-1]
         fault = said[0] if self.constraints.schedule is not None else said[-1]
         more = f"; nor was anything found of {len(self.words)} tried: {'; '.join(self.words)}"
         return SolverLimitError(f"{fault}{more}", lambda: f"{fault.explained()}{more}")
@@ -186,20 +185,20 @@ class JointSearch:
         family = estimate.combination.family
         return estimate.step_s * self._off.get(family, 1.0 if family == ONE_STAGE else min(known, default=1.0))
 
-    def _solve_one_stage(self, one_stage: OneStage) -> None:
+    def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best, on its mesh."""
         if self.constraints.schedule is not None or (self.plans and self.deadline.is_over):
             return
         best = min(self.plans, key=_step_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
-            self._try("one stage", lambda: one_stage(self.constraints))
+            self._try("one stage", partial(one_stage, self.constraints, certify))
         elif len(best.stages) == 1:
             mesh, count = best.stages[0].mesh.shape, best.num_microbatches
             pinned = msgspec.structs.replace(self.constraints, microbatches=count)
             if self._meshes_free:
                 pinned = msgspec.structs.replace(pinned, mesh=mesh)
-            self._try(f"one stage, solved on mesh {'x'.join(map(str, mesh))}", lambda: one_stage(pinned))
+            self._try(f"one stage, solved on mesh {'x'.join(map(str, mesh))}", partial(one_stage, pinned, certify))
 
     @property
     def _meshes_free(self) -> bool:
@@ -240,11 +239,11 @@ class JointSearch:
         """Of every combination, the most promising first."""
         pricer = Pricer(self.job.cluster, self.budget)
         quick: list[tuple[float, int, Combination, StagePrices]] = []
-        self._price_all(listed)
+        self.pricing.price_all(listed)
         for number, combination in enumerate(listed):
             known = [
-                (pricer.quick_s(combination, prices, self._mesh_shape(combination, prices)), prices)
-                for prices in self._prices.get(self._kind(combination), ())
+                (pricer.quick_s(combination, prices, self.pricing.mesh_shape(combination, prices)), prices)
+                for prices in self.pricing.of(combination)
             ]
             if known:  # where none fits, the leanest
                 least_s, prices = min(reversed(known), key=lambda each: each[0])
@@ -254,7 +253,7 @@ class JointSearch:
             if len(found) >= FEWEST and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
                 break
             try:
-                estimate = pricer.estimate(combination, prices, self._mesh_shape(combination, prices))
+                estimate = pricer.estimate(combination, prices, self.pricing.mesh_shape(combination, prices))
             except ConstraintError as fault:
                 self.faults.append(fault)
                 continue
@@ -262,91 +261,12 @@ class JointSearch:
                 found.append(estimate)
         return sorted(found, key=lambda each: each.rank)
 
-    @property
-    def _late(self) -> bool:
-        return self.deadline.passed_s > PRICED_SHARE * self.deadline.limit_s
-
-    def _mesh_shape(self, combination: Combination, prices: StagePrices) -> tuple[int, ...]:
-        """The mesh of a position: the priced one's inner axes, and the outer one as wide as devices are."""
-        shape = prices.sharding.decisions.mesh.shape
-        size = self.job.cluster.num_devices // combination.pp
-        return combination.mesh or (size // math.prod(shape[1:]), *shape[1:])
-
-    def _kind(self, combination: Combination) -> Kind:
-        """What prices depend on, but for what stages may keep: combinations alike in it share them."""
-        outer = combination.mesh[0] if combination.mesh else 1
-        samples = self.job.program.batch_size / (combination.microbatches * outer)
-        inner = combination.mesh[1:] if combination.mesh else (combination.pp,)  # pinned: ranks of the batch follow pp
-        return inner, len(combination.mesh), combination.mesh[:1] == (1,), samples
-
-    def _price_all(self, listed: Sequence[Combination]) -> None:
-        """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay."""
-        needed: dict[Kind, list[Combination]] = {}
-        for combination in listed:
-            needed.setdefault(self._kind(combination), []).append(combination)
-        ways: dict[tuple[object, ...], list[Kind]] = {}
-        for kind in sorted(needed, key=lambda kind: (kind[3] < 1, kind[1], [-n for n in kind[0]], kind[2], kind[3])):
-            ways.setdefault(_way(kind), []).append(kind)
-        best_s = dict.fromkeys(ways, math.inf)
-        rounds = itertools.chain.from_iterable(itertools.zip_longest(*ways.values()))
-        for kind in (each for each in rounds if each is not None):
-            way = _way(kind)
-            if best_s[way] == -math.inf or (self._prices and self._late):
-                continue
-            usual = min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL)))
-            self.progress(f"prices of stages: {usual.text}")
-            self._prices[kind] = self._price(usual, min((each.pp for each in needed[kind] if each.pp > 1), default=1))
-            each_s = min((sum(prices.seconds) for prices in self._prices[kind]), default=math.inf) / kind[3]
-            best_s[way] = -math.inf if each_s > (1 - WORTH) * best_s[way] else each_s
-
-    def _price(self, combination: Combination, fewest: int) -> tuple[StagePrices, ...]:
-        """Shardings on a position's devices with their prices, fastest first; none that keeps more and takes longer.
-
-        Args:
-            combination: whose mesh and microbatches they are chosen for.
-            fewest: positions that they are used for.
-        """
-        found: list[StagePrices] = []
-        try:
-            part, inner, mesh = self._position(combination)
-            limits = SolveLimits(
-                time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
-            )
-            for decisions in front(part, mesh, combination.microbatches, inner, limits, SHARES):
-                found.append(Sharding(part, decisions).prices)
-                inner_shape = mesh.shape[1:]
-                widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
-                if found[-1].kept_bytes(widest) <= ENOUGH * self.budget * fewest:
-                    break
-        except (ConstraintError, NoPlanError) as fault:
-            self.faults.append(fault)
-        found.sort(key=lambda each: sum(each.seconds))
-        leaner: list[StagePrices] = []
-        for each in found:
-            if not leaner or each.kept_bytes(each.shape) < leaner[-1].kept_bytes(leaner[-1].shape):
-                leaner.append(each)
-        return tuple(leaner)
-
-    def _position(self, combination: Combination) -> tuple[Job, Constraints, Mesh]:
-        """The job on one position's devices, what is pinned there, and the mesh.
-
-        Raises:
-            ConstraintError: there is none.
-        """
-        pinned = combination.pinned(self.constraints)
-        check_constraints(pinned, self.job.cluster.num_devices)
-        inner = msgspec.structs.replace(
-            pinned, pp=None, schedule=None, stages=None, memory_bytes=None, reserve_bytes=0, recompute="none"
-        )
-        part = replace(self.job, cluster=first_devices(self.job.cluster, combination.pp))
-        return part, inner, candidate_meshes(part, inner)[0]
-
     def _sharding(self, estimate: Estimate) -> Sharding | None:
         """The priced sharding on the combination's own mesh; where its dims do not divide there, the one of that mesh
         which comes to least; None where there is none."""
         combination = estimate.combination
         try:
-            part, _, mesh = self._position(combination)
+            part, _, mesh = self.pricing.position(combination)
         except ConstraintError:
             return None
 
@@ -363,7 +283,7 @@ class JointSearch:
             return found
         pricer = Pricer(self.job.cluster, self.budget)
         own = min(
-            self._price(combination, combination.pp),
+            self.pricing.priced(combination, combination.pp),
             key=lambda prices: pricer.quick_s(combination, prices, prices.shape),
             default=None,
         )
@@ -396,12 +316,6 @@ def search_joint(
         SolverLimitError: nothing that fits was found.
     """
     return JointSearch(job, constraints, shardings, progress, deadline).found(listed, one_stage, certify)
-
-
-def _way(kind: Kind) -> tuple[object, ...]:
-    """What kinds have in common of which more samples are priced as long as they pay: all but these, but for those of
-    which a rank has less than one, its axis being a tensor's."""
-    return *kind[:3], kind[3] < 1
 
 
 def _step_s(plan: Plan) -> float:

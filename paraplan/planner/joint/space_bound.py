@@ -37,15 +37,15 @@ from paraplan.ir.model.graph import Phase
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.pipeline_search import first_devices
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.sharding.exposed import proof_network
 from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
 from paraplan.planner.sharding.network.cost_network import Network
+from paraplan.planner.sharding.proof.exposed import proof_network
+from paraplan.planner.sharding.proof.step_bound import best_point
 from paraplan.planner.sharding.solve import problem_of
 from paraplan.planner.sharding.space import Space
-from paraplan.planner.sharding.step_bound import best_point
 from paraplan.rules.time_axis import program_micro
 
 NEAR = 0.03

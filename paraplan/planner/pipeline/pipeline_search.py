@@ -22,7 +22,6 @@ from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.execution.schedule import Schedule
-from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
@@ -34,6 +33,7 @@ from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, 
 from paraplan.planner.passes.grad_reductions import ROOM, WORTH, reducing, waiting_less
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
 from paraplan.planner.pipeline.pipeline import pipelined, rescheduled
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
@@ -48,7 +48,6 @@ from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of
 from paraplan.rules.time_axis import program_micro
 
-UNLIMITED = 1 << 60
 SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
 FILLED, SAVED = 3, 1.5
@@ -350,32 +349,6 @@ def _overflow(tried: Sequence[Realised], budget: int, positions: int) -> str:
         f"{len(tried)} plans, rank class {least.index(max(least))} peaks at {say_size(max(least))}; use more "
         "stages, more microbatches, or a sharding that holds less (zero, tp)"
     )
-
-
-def first_devices(cluster: ClusterSpec, positions: int) -> ClusterSpec:
-    """The devices of a pipeline's first position, as a cluster of unlimited memory.
-
-    Raises:
-        ConstraintError: the devices do not divide, or not along nodes.
-    """
-    n = cluster.num_devices
-    if positions < 1 or n % positions:
-        raise ConstraintError(f"pp={positions} does not divide the cluster's {n} devices")
-    if positions == 1:
-        return msgspec.structs.replace(cluster, groups=tuple(map(_roomy, cluster.groups)))
-    size, group = n // positions, cluster.groups[0]
-    per_node = min(size, group.devices_per_node)
-    if size % per_node or group.devices_per_node % per_node or size > group.nodes * group.devices_per_node:
-        raise ConstraintError(
-            f"pp={positions}: {size} devices a stage do not lie along nodes of {group.devices_per_node}; use a pp that "
-            "makes stages of whole nodes, or of equal parts of one"
-        )
-    part = msgspec.structs.replace(_roomy(group), nodes=size // per_node, devices_per_node=per_node)
-    return msgspec.structs.replace(cluster, groups=(part,))
-
-
-def _roomy(group: NodeGroup) -> NodeGroup:
-    return msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, memory_bytes=UNLIMITED))
 
 
 def _told(made: Realised) -> Plan:

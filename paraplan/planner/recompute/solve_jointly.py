@@ -26,9 +26,10 @@ from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
 from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
-from paraplan.planner.sharding.exposed import proof_network
 from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
 from paraplan.planner.sharding.network.optimise import optimise
+from paraplan.planner.sharding.proof.exposed import proof_network
+from paraplan.planner.sharding.proof.step_bound import step_bound
 from paraplan.planner.sharding.solve import (
     LATE,
     Candidate,
@@ -41,7 +42,6 @@ from paraplan.planner.sharding.solve import (
     without_room,
 )
 from paraplan.planner.sharding.space import Space
-from paraplan.planner.sharding.step_bound import step_bound
 from paraplan.planner.solvers.milp import Status
 
 ROUNDS = 6

@@ -21,7 +21,6 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.decision_classes import grad_classes
 from paraplan.planner.evaluate_plan import Realised, realise
 from paraplan.planner.sharding.build_space import build_space
-from paraplan.planner.sharding.exposed import proof_network
 from paraplan.planner.sharding.formulate import (
     Formulation,
     formulate,
@@ -36,8 +35,9 @@ from paraplan.planner.sharding.network.optimise import Optimum, least_activity, 
 from paraplan.planner.sharding.objective import held_bytes, work_of_choices
 from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import MeshPrices
+from paraplan.planner.sharding.proof.exposed import proof_network
+from paraplan.planner.sharding.proof.step_bound import step_bound
 from paraplan.planner.sharding.space import Space
-from paraplan.planner.sharding.step_bound import step_bound
 from paraplan.planner.solvers.milp import Status
 
 ROUNDS = 12

@@ -25,16 +25,12 @@ from paraplan.planner.search import search
 from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.solve import SolveLimits, choose
-from tests.captures import program_of
+from tests.captures import zoo_job
 from tests.planner.sharding.networks import every_choice, random_network
 from tests.runtime.pipelines import job_of
 
 LIMITS = SolveLimits(time_s=60.0, memory_bytes=1 << 60, relative_gap=1e-6, certify=False)
 FREE = Constraints(recompute="none", reserve_bytes=0)
-
-
-def zoo_job(name: str, devices: int) -> Job:
-    return job_of(program_of(name, 0.0, "fp32"), devices)
 
 
 def test_even_cuts_are_those_of_the_dynamic_program() -> None:

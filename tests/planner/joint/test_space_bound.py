@@ -19,7 +19,7 @@ from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.event_simulation import ended
 from paraplan.planner.schedules.schedule_problem import StageCosts
 from paraplan.planner.search import search
-from tests.planner.joint.test_joint import zoo_job
+from tests.captures import zoo_job
 
 LONG = Deadline(600.0)
 
@@ -28,7 +28,7 @@ def _bound(name: str, devices: int, pins: Constraints) -> tuple[list[Combination
     job = zoo_job(name, devices)
     listed = combinations(job, pins)
     found = JointSearch(job, pins, Shardings(lambda *_: pytest.fail("no sharding is needed")), lambda _: None, LONG)
-    bound = SpaceBound(job, pins, found.budget, found._position, found._way_of)
+    bound = SpaceBound(job, pins, found.budget, found.pricing.position, found.pricing.way_of)
     return listed, bound.bound_s(listed, float("inf"), time.perf_counter() + 60.0)
 
 

@@ -14,10 +14,10 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.search import search
-from paraplan.planner.sharding.exposed import with_serial
 from paraplan.planner.sharding.formulate import formulate
 from paraplan.planner.sharding.network.cost_network import Network
 from paraplan.planner.sharding.network.optimise import optimise
+from paraplan.planner.sharding.proof.exposed import with_serial
 from paraplan.planner.sharding.solve import decisions_of, problem_of
 from tests.captures import program_of
 

@@ -18,8 +18,8 @@ from paraplan.planner.sharding.network.ilp import build_ilp
 from paraplan.planner.sharding.network.lagrangian import evaluate, scalarised
 from paraplan.planner.sharding.network.message_passing import MessagePassing, groupings
 from paraplan.planner.sharding.network.optimise import least_activity, optimise
+from paraplan.planner.sharding.proof.step_bound import step_bound
 from paraplan.planner.sharding.solve import SolveLimits
-from paraplan.planner.sharding.step_bound import step_bound
 from paraplan.planner.solvers.milp import Status, solve
 from tests.planner.sharding.networks import STREAMS, every_choice, random_network
 

@@ -18,10 +18,10 @@ from paraplan.ir.machine.mesh import Mesh, P, R, Shard, make_mesh, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.ir.struct import to_json
 from paraplan.lowering import lower
-from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.decision_classes import grad_classes, param_classes
+from paraplan.planner.one_stage import on_mesh
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import find, search
 from paraplan.planner.sharding import solve as solve_module
@@ -30,9 +30,9 @@ from paraplan.planner.sharding.network.ilp import build_ilp
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.objective import held_bytes, work_of_choices
 from paraplan.planner.sharding.pins import LINEAR, NORMS
+from paraplan.planner.sharding.proof.step_bound import step_bound
 from paraplan.planner.sharding.solve import SolveLimits, problem_of, solve_mesh
 from paraplan.planner.sharding.space import Decider, End, Space
-from paraplan.planner.sharding.step_bound import step_bound
 from paraplan.planner.solvers.milp import Status, solve
 
 NO_LIMIT = SolveLimits(time_s=60.0, memory_bytes=float(1 << 40))
@@ -322,7 +322,7 @@ def test_both_degrees_and_pinned_parameters(tiny_gpt2) -> None:  # type: ignore[
 def test_all_tries_on_a_mesh_share_its_time(tiny_mlp, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Two tries of six seconds end a search of ten, though more microbatches might be faster still."""
     now, tries = [0.0], list[tuple[str, int, float]]()
-    monkeypatch.setattr(search_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(on_mesh.time, "perf_counter", lambda: now[0])
 
     def kept(
         job: Job, mesh: Mesh, count: int, pins: Constraints, limits: SolveLimits, cutoff_s: float
@@ -335,9 +335,9 @@ def test_all_tries_on_a_mesh_share_its_time(tiny_mlp, monkeypatch) -> None:  # t
         tries.append(("recomputed", count, limits.time_s))
         raise SolverLimitError("none")
 
-    monkeypatch.setattr(search_module, "solve_mesh", kept)
-    monkeypatch.setattr(search_module, "solve_with_recomputation", recomputed)
+    monkeypatch.setattr(on_mesh, "solve_mesh", kept)
+    monkeypatch.setattr(on_mesh, "solve_with_recomputation", recomputed)
     job, limits = tiny_mlp.job(2), replace(NO_LIMIT, time_s=10.0)
-    found = search_module._on_mesh(job, LINE, Constraints(), limits, [], lambda text: None, math.inf)
+    found = on_mesh.plans_on_mesh(job, LINE, Constraints(), limits, [], lambda text: None, math.inf)
     assert len(found) == 2
     assert tries == [("kept", 1, 10.0), ("recomputed", 1, 4.0), ("kept", 2, 4.0), ("recomputed", 2, 1.0)]

@@ -1,0 +1,159 @@
+"""Prices of a position's devices for all that a space of pipelines asks of them, each worked out once.
+
+What prices depend on is a *kind*: the inner axes of a position's mesh and the samples of a microbatch. Kinds are priced
+in rounds: of all inner axes that of the fewest samples first, and of more samples as long as a sample is the faster for
+it. Of a kind several shardings are priced, from the one of least work to those that keep less.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.sharding_front import front
+from paraplan.planner.pipeline.first_devices import first_devices
+from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices
+from paraplan.planner.sharding.solve import SolveLimits
+
+Kind = tuple[tuple[int, ...], int, bool, float]
+"""Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, whether its first
+is of one device, and the samples of a microbatch."""
+WORTH = 0.01
+"""By how much a sample has to be faster in a larger microbatch for larger ones still to be priced."""
+SHARES = (0.1, 0.5, 2.0)
+"""Prices of what shardings keep, each as a share of the work at which all would be kept."""
+GAP = 1e-2
+"""Of the work of a sharding that is priced, what it may be above the least."""
+USUAL = 16
+"""Microbatches, or near as many, at which shardings are chosen: what a step does once does not count for more than in
+a pipeline, where it goes on beside other microbatches."""
+ENOUGH = 0.35
+"""Of a device's room: where a sharding keeps no more in any pipeline, none that keeps less is looked for."""
+PRICED_SHARE, SOLVED_SHARE = 0.4, 0.1
+"""Of the time limit, after which nothing else is priced; of the time left, for the choice of one sharding."""
+
+
+@dataclass
+class Pricing:
+    """Prices as they become known.
+
+    Attributes:
+        job, constraints, budget: what is planned, what is pinned of any plan, bytes a device may hold.
+        progress: told what is being priced.
+        deadline: of the whole search.
+        prices: per kind, its shardings, fastest first.
+        faults: why some have none.
+    """
+
+    job: Job
+    constraints: Constraints
+    budget: int
+    progress: Callable[[str], None]
+    deadline: Deadline
+    prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
+    faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
+
+    def of(self, combination: Combination) -> tuple[StagePrices, ...]:
+        """What was priced for a combination."""
+        return self.prices.get(self.kind(combination), ())
+
+    def mesh_shape(self, combination: Combination, prices: StagePrices) -> tuple[int, ...]:
+        """The mesh of a position: the priced one's inner axes, and the outer one as wide as devices are."""
+        shape = prices.sharding.decisions.mesh.shape
+        size = self.job.cluster.num_devices // combination.pp
+        return combination.mesh or (size // math.prod(shape[1:]), *shape[1:])
+
+    def kind(self, combination: Combination) -> Kind:
+        """What prices depend on, but for what stages may keep: combinations alike in it share them."""
+        outer = combination.mesh[0] if combination.mesh else 1
+        samples = self.job.program.batch_size / (combination.microbatches * outer)
+        inner = combination.mesh[1:] if combination.mesh else (combination.pp,)  # pinned: ranks of the batch follow pp
+        return inner, len(combination.mesh), combination.mesh[:1] == (1,), samples
+
+    def way_of(self, combination: Combination) -> tuple[object, float]:
+        kind = self.kind(combination)
+        return _way(kind), kind[3]
+
+    def price_all(self, listed: Sequence[Combination]) -> None:
+        """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay."""
+        needed: dict[Kind, list[Combination]] = {}
+        for combination in listed:
+            needed.setdefault(self.kind(combination), []).append(combination)
+        ways: dict[tuple[object, ...], list[Kind]] = {}
+        for kind in sorted(needed, key=lambda kind: (kind[3] < 1, kind[1], [-n for n in kind[0]], kind[2], kind[3])):
+            ways.setdefault(_way(kind), []).append(kind)
+        best_s = dict.fromkeys(ways, math.inf)
+        rounds = itertools.chain.from_iterable(itertools.zip_longest(*ways.values()))
+        for kind in (each for each in rounds if each is not None):
+            way = _way(kind)
+            if best_s[way] == -math.inf or (self.prices and self._late):
+                continue
+            usual = min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL)))
+            self.progress(f"prices of stages: {usual.text}")
+            self.prices[kind] = self.priced(usual, min((each.pp for each in needed[kind] if each.pp > 1), default=1))
+            each_s = min((sum(prices.seconds) for prices in self.prices[kind]), default=math.inf) / kind[3]
+            best_s[way] = -math.inf if each_s > (1 - WORTH) * best_s[way] else each_s
+
+    @property
+    def _late(self) -> bool:
+        return self.deadline.passed_s > PRICED_SHARE * self.deadline.limit_s
+
+    def priced(self, combination: Combination, fewest: int) -> tuple[StagePrices, ...]:
+        """Shardings on a position's devices with their prices, fastest first; none that keeps more and takes longer.
+
+        Args:
+            combination: whose mesh and microbatches they are chosen for.
+            fewest: positions that they are used for.
+        """
+        found: list[StagePrices] = []
+        try:
+            part, inner, mesh = self.position(combination)
+            limits = SolveLimits(
+                time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
+            )
+            for decisions in front(part, mesh, combination.microbatches, inner, limits, SHARES):
+                found.append(Sharding(part, decisions).prices)
+                inner_shape = mesh.shape[1:]
+                widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
+                if found[-1].kept_bytes(widest) <= ENOUGH * self.budget * fewest:
+                    break
+        except (ConstraintError, NoPlanError) as fault:
+            self.faults.append(fault)
+        found.sort(key=lambda each: sum(each.seconds))
+        leaner: list[StagePrices] = []
+        for each in found:
+            if not leaner or each.kept_bytes(each.shape) < leaner[-1].kept_bytes(leaner[-1].shape):
+                leaner.append(each)
+        return tuple(leaner)
+
+    def position(self, combination: Combination) -> tuple[Job, Constraints, Mesh]:
+        """The job on one position's devices, what is pinned there, and the mesh.
+
+        Raises:
+            ConstraintError: there is none.
+        """
+        pinned = combination.pinned(self.constraints)
+        check_constraints(pinned, self.job.cluster.num_devices)
+        inner = msgspec.structs.replace(
+            pinned, pp=None, schedule=None, stages=None, memory_bytes=None, reserve_bytes=0, recompute="none"
+        )
+        part = replace(self.job, cluster=first_devices(self.job.cluster, combination.pp))
+        return part, inner, candidate_meshes(part, inner)[0]
+
+
+def _way(kind: Kind) -> tuple[object, ...]:
+    """What kinds have in common of which more samples are priced as long as they pay: all but these, but for those of
+    which a rank has less than one, its axis being a tensor's."""
+    return *kind[:3], kind[3] < 1

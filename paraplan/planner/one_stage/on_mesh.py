@@ -1,0 +1,167 @@
+"""Plans of one stage on one mesh: in more and more microbatches, with what is kept, recomputed and away."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import FLOOR, Deadline
+from paraplan.planner.one_stage.failures import Failure, not_tried
+from paraplan.planner.passes.op_by_op import solve_op_by_op
+from paraplan.planner.passes.quickened import by_places
+from paraplan.planner.pipeline.microbatches import MOST_ORDERED, most_first, other_counts, usual_counts
+from paraplan.planner.placements import ANY, ON_DEVICE
+from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
+from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
+
+MOST_LATE = 2.0
+"""Times the limit, after which nothing more is tried though nothing was found."""
+
+Progress = Callable[[str], None]
+
+
+def plans_on_mesh(
+    job: Job,
+    mesh: Mesh,
+    constraints: Constraints,
+    limits: SolveLimits,
+    failures: list[Failure],
+    progress: Progress,
+    cutoff_s: float,
+) -> list[Candidate] | Skipped:
+    """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster, and there is
+    time."""
+    found: list[Candidate] = []
+    best_s, clock = float("inf"), _Clock(limits)
+    counts = usual_counts(job.program, constraints, mesh)
+    for count in counts:
+        if found and clock.is_over:
+            break
+        if clock.is_over and count not in (counts[0], counts[-1]):  # the most hold least
+            failures.append(not_tried(mesh, count))
+            continue
+        progress(_tried_words(mesh, count))
+        here = _solve(job, mesh, count, constraints, clock, failures, cutoff_s)
+        if isinstance(here, Skipped):
+            return found or here
+        found += here
+        step_s = min((candidate.simulation.step_s for candidate in here), default=float("inf"))
+        if here and (step_s >= best_s or not here[0].memory_binds):
+            break
+        if not here and failures[-1].whatever_count:
+            break
+        best_s = min(best_s, step_s)
+    return found
+
+
+def with_other_counts(
+    job: Job,
+    mesh: Mesh,
+    constraints: Constraints,
+    limits: SolveLimits,
+    failures: list[Failure],
+    progress: Progress,
+    deadline: Deadline,
+) -> list[Candidate]:
+    """Plans for a mesh that has none in the usual numbers of microbatches, in others."""
+    if [each for each in failures if each.mesh == mesh][-1].whatever_count:
+        return []
+    clock, found = _Clock(limits), list[Candidate]()
+    counts = other_counts(job.program, constraints, mesh)
+
+    def tried(count: int) -> list[Candidate]:
+        if clock.is_over and (found or count != counts[-1] or deadline.passed_s > MOST_LATE * deadline.limit_s):
+            failures.append(not_tried(mesh, count))
+            return []
+        progress(_tried_words(mesh, count))
+        here = _solve(job, mesh, count, constraints, clock, failures, math.inf)
+        found.extend(() if isinstance(here, Skipped) else here)
+        return [] if isinstance(here, Skipped) else here
+
+    most_first(counts, usual_counts(job.program, constraints, mesh)[-1], tried)
+    return found
+
+
+def _tried_words(mesh: Mesh, count: int) -> str:
+    named = "x".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
+    return f"mesh {named}, {count} microbatch{'es' if count > 1 else ''}"
+
+
+class _Clock:
+    """What all tries on one mesh share of the time."""
+
+    def __init__(self, limits: SolveLimits) -> None:
+        self._limits, self._started = limits, time.perf_counter()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time has passed."""
+        return time.perf_counter() - self._started >= self._limits.time_s
+
+    @property
+    def left(self) -> SolveLimits:
+        """The limits of a try that begins now."""
+        return self.part(1.0)
+
+    def part(self, share: float) -> SolveLimits:
+        """As `left`, but a part of the time."""
+        left_s = self._limits.left_s(time.perf_counter() - self._started)
+        return replace(self._limits, time_s=max(share * left_s, FLOOR * self._limits.time_s))
+
+
+def _solve(
+    job: Job,
+    mesh: Mesh,
+    count: int,
+    constraints: Constraints,
+    clock: _Clock,
+    failures: list[Failure],
+    cutoff_s: float,
+) -> list[Candidate] | Skipped:
+    """Plans for a mesh: one that keeps every activation, and where memory binds what need not: one that does
+    so by kinds, and on one device one that does so op by op. Where parameters may leave the device, plans of which they
+    do come beside those of which only states do, so that allowing more is never worse; gradients wait elsewhere than
+    where they are used only where nothing is found without."""
+    rungs = [constraints.placed(choice) for choice in constraints.placing.rungs(constraints.tiers)]
+    found: list[Candidate] = []
+    for rung in rungs:
+        if found and rung.place_grads == ANY:
+            break
+        if constraints.recompute in (None, "none"):
+            try:
+                solved = solve_mesh(job, mesh, count, rung, clock.left, cutoff_s)
+                if isinstance(solved, Skipped):  # recomputing would only add work
+                    return found or solved
+                found.append(solved)
+                if rung is rungs[0] and not solved.memory_binds:
+                    return found
+            except NoPlanError as fault:
+                failures.append(Failure(fault, mesh, count))
+                if rung.place_params == ANY and isinstance(fault, SolverLimitError):
+                    found += by_places(job, mesh, count, rung, clock.left)
+        if not _keeps_all(constraints):
+            try:
+                found.append(solve_with_recomputation(job, mesh, count, rung, clock.left))
+            except NoPlanError as fault:
+                # What is kept whatever is recomputed does not get less with smaller microbatches.
+                failures.append(Failure(fault, mesh, count, isinstance(fault, InfeasibleError)))
+    op_by_op = mesh.size == 1 and constraints.recompute is None and not constraints.pins_away
+    op_by_op &= count <= MOST_ORDERED
+    if op_by_op and not _keeps_all(constraints):
+        # Its failures are of one order of ops; what the others say is about all.
+        with suppress(NoPlanError):
+            kept = constraints.placed(ON_DEVICE)
+            found.append(solve_op_by_op(job, mesh, count, kept, clock.part(1.0 if found else 0.5)))
+    return found
+
+
+def _keeps_all(constraints: Constraints) -> bool:
+    """Whether every activation has to stay on its device."""
+    return constraints.recompute == "none" and not constraints.tiers

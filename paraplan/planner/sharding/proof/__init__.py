@@ -1,0 +1,1 @@
+"""What no plan of an option space is faster than; `solve` and the joint search come in."""
