@@ -36,7 +36,7 @@ from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
-from paraplan.ir.errors import NoPlanError
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
@@ -209,7 +209,7 @@ def plans(of: Subject, ranks: int, count: int) -> Iterator[tuple[str, Callable[[
         return own()
 
     yield f"own in {TIGHT:.0%} of its memory", tight, dropout, STEPS
-    listed = [each for each in combinations(of.job(dropout, ranks), Constraints()) if each.pp > 1]
+    listed = [each for each in combinations(of.job(dropout, ranks), Constraints()) if each.pp > 1 and is_whole(each)]
     draw = random.Random(f"{of.name} {ranks}")
     for combination in draw.sample(listed, min(PIPELINES, len(listed))):
         yield combination.text, partial(pipeline, of.job(dropout, ranks), combination), dropout, STEPS
@@ -225,8 +225,16 @@ def searched(job: Job, constraints: Constraints) -> Plan:
     return search(job, constraints, certify=False).plan
 
 
+def is_whole(combination: Combination) -> bool:
+    """Whether its schedule takes its microbatches."""
+    try:
+        return bool(combination.orders())
+    except ConstraintError:
+        return False
+
+
 def pipeline(job: Job, combination: Combination) -> Plan:
-    """A combination planned; with fewer microbatches where its ops do not take so many."""
+    """A combination planned, its stages cut evenly where they are more than its schedule needs."""
     pinned = combination.pinned(Constraints())
     if combination.each > NAMED[combination.schedule].stages:
         bounds = cut_evenly([1.0] * len(job.program.segments), combination.num_stages, len(job.program.segments))

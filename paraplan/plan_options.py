@@ -137,7 +137,7 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
         float,
         Option(
             "For planning.",
-            "seconds for planning, capture apart; a note says if they ran out.",
+            "seconds for planning, capture apart; a note says if they ran out. 0: the first plan that fits.",
             PLANNING,
             flag="time-limit",
             metavar="SECONDS",

@@ -50,9 +50,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "report": ("ir", "rules", "lowering", "cost_models"),
     "jobs": ("ir", "rules", "lowering", "kernels", "capture", "cost_models", "runtime", "codegen"),
     "plan_options": ("ir", "planner.constraints"),
-    "api": (*BELOW_THE_API,),
+    "api": (*BELOW_THE_API, "baselines"),
     "fitting": (*BELOW_THE_API, "api"),
-    "comparing": ("ir", "rules", "planner", "baselines", "api"),
+    "comparing": ("ir", "rules", "planner", "baselines", "api", "plan_options"),
     "terminal": ("ir", "capture", "report", "jobs", "plan_options", "cost_models"),
     "cli": (
         *("ir", "api", "comparing", "baselines", "report", "jobs", "plan_options", "terminal"),

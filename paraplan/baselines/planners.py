@@ -24,7 +24,7 @@ from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.contradictions import check_time_limit
+from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
 from paraplan.planner.schedules.named import NAMED
@@ -185,7 +185,7 @@ def plan_by(
         InfeasibleError, SolverLimitError: none of them fits; says what the last came to.
     """
     check_planner(name)
-    check_time_limit(time_limit_s)
+    time_limit_s = planning_time_s(time_limit_s)
     if name == OURS:
         return search_room(job, constraints, time_limit_s, progress, certify)
     planner, deadline = PLANNERS[name], Deadline(time_limit_s)

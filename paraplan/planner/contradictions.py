@@ -13,6 +13,22 @@ from paraplan.ir.model.program import HALVES
 from paraplan.ir.options import check_fields
 from paraplan.planner.constraints import Constraints
 
+FIRST_PLAN_S = 1.0
+"""Seconds in which a search comes to a plan, though what has to be done for one may take longer."""
+
+
+def planning_time_s(seconds: float) -> float:
+    """The time limit of a search: as given, and for 0 as little as a first plan that fits may take.
+
+    Raises:
+        ConstraintError: it is not a number of at least 0.
+    """
+    if not seconds >= 0:
+        raise ConstraintError(
+            f"a time limit of {seconds} s (--time-limit): give a number of seconds, or 0 for the first plan that fits"
+        )
+    return seconds or FIRST_PLAN_S
+
 
 def check_time_limit(seconds: float) -> None:
     """Refuse a time in which nothing can be solved.

@@ -31,7 +31,7 @@ from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.contradictions import check_time_limit
+from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -78,7 +78,7 @@ def _search_room(
     progress: Progress = lambda text: None,
     certify: bool = True,
 ) -> BestPlan:
-    check_time_limit(time_limit_s)
+    time_limit_s = planning_time_s(time_limit_s)
     deadline = Deadline(time_limit_s)
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
     first_s = (FIRST if looks else 1.0) * time_limit_s

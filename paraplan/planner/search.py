@@ -24,7 +24,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.certificate import certified
 from paraplan.planner.checks import check_rates, check_tiers, with_states
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, check_time_limit
+from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.search_joint import search_joint
@@ -77,8 +77,8 @@ def search(
         job: what is planned.
         constraints: what the user pins; with `pp` above 1, a pipeline (see `pipeline_search`), and with none of any
             degree (see `joint`).
-        time_limit_s: for all of it; a mesh has half of what is left while others wait. Where nothing was found by
-            then, what is left to try has a little time each, and twice the limit at most.
+        time_limit_s: for all of it, 0 for the first plan that fits; a mesh has half of what is left while others wait.
+            Where nothing was found by then, what is left to try has a little time each, and twice the limit at most.
         progress: told what is being tried.
         certify: whether to bound the step of every plan in scope; without, the certificate's bound is 0.
     Raises:
@@ -101,7 +101,7 @@ def find(
     certify: bool = True,
 ) -> BestPlan:
     """As `search`; errors are not explained yet."""
-    check_time_limit(time_limit_s)
+    time_limit_s = planning_time_s(time_limit_s)
     check_param_names(constraints, job.program.params)
     deadline = Deadline(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)

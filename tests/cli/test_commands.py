@@ -204,7 +204,15 @@ def test_impossible_options_are_refused_before_training(
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
 def test_no_time_to_plan_is_refused(seconds: str, here: Path, command: Any) -> None:
-    refused = command("plan", "zoo:net", "local:2", "--time-limit", seconds)
-    assert refused.code == 2 and "give a number of seconds above 0" in refused.err
+    if seconds != "0":
+        refused = command("plan", "zoo:net", "local:2", "--time-limit", seconds)
+        assert refused.code == 2 and "give a number of seconds, or 0 for the first plan" in refused.err
     refused = command("compare", "zoo:net", "local:1", "--time-limit", seconds)
     assert refused.code == 2 and "give a number of seconds above 0" in refused.err
+
+
+def test_no_time_at_all_gives_the_first_plan_that_fits(here: Path, command: Any) -> None:
+    outcome = command("plan", "zoo:net", "local:2", "--time-limit", "0", "--json")
+    assert outcome.code == 0, outcome
+    told = json.loads(outcome.out.splitlines()[-1])
+    assert told["step_s"] > 0 and 0 <= told["gap"] <= 1
