@@ -183,13 +183,19 @@ def run_plan(plan: Plan, small: Small, wanted: Reference, steps: int) -> Seen:
     seen.param = max_error(trainer.params(), wanted.params[steps - 1])[0]
     traces = simulate_plan(plan, programs).traces
     predicted = [[entry.key for entry in entries(program)] for program in programs]
+    buffers, missing = wanted.buffers[steps - 1], set(wanted.buffers[steps - 1])
     for rank, index in enumerate(plan.schedule.rank_class):
-        written: Mapping[str, Tensor] = trainer.buffers(rank)
-        seen.param = max(seen.param, max_error(written, wanted.buffers[steps - 1])[0])
+        written: Mapping[str, Tensor] = trainer.buffers(rank)  # those of its stages
+        seen.param = max(
+            seen.param, max_error(written, {name: buffers[name] for name in written if name in buffers})[0]
+        )
+        missing -= set(written)
         seen.equal &= [entry.key for entry in trainer.entries(rank)] == predicted[index]
         ratios = [traces[index].peak_bytes / trainer.peak_bytes(rank)]
         ratios += [traces[index].tier_peak_bytes[tier] / size for tier, size in trainer.tier_peak_bytes(rank).items()]
         seen.least_ratio, seen.most_ratio = min(seen.least_ratio, *ratios), max(seen.most_ratio, *ratios)
+    if missing:
+        seen.param = float("inf")
     return seen
 
 

@@ -38,14 +38,15 @@ from paraplan.planner.schedules.named import NAMED
 
 OneStage = Callable[[Constraints, bool], Plan]
 """Plans without a pipeline; whether to bound what it is found among."""
-USUAL_ZERO, USUAL_SHARE = (1, 0, 2, 3), 0.15
-"""ZeRO levels of data parallelism planned before all else, within so much of the time limit."""
+USUAL_SHARE = 0.15
+"""Of the time limit, for plain data parallelism to be planned before all else."""
 MESHES = 6
 """Of one stage, up to which each is solved."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
-SLACK = 0.03
-"""What an estimate may be too high by: combinations estimated so much above the best plan are left."""
+SLACK, FIRST_SLACK = 0.03, 0.1
+"""What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
+one of its schedule was planned, and it is known by how much estimates are off."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 ESTIMATED = 60
@@ -135,11 +136,17 @@ class JointSearch:
         pinned = self.constraints.schedule is not None or self.constraints.recompute is not None
         if pinned or not self._meshes_free or self.job.program.batch_size % n:
             return
-        for zero in USUAL_ZERO:
-            if self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s:
-                return
+
+        def fits(zero: int) -> bool:
             pins = msgspec.structs.replace(self.constraints, dp=n, zero=zero, recompute="none")
-            self._try(f"dp={n} zero={zero}", partial(one_stage, pins, False))
+            late = self.plans and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
+            return not late and self._try(f"dp={n} zero={zero}", partial(one_stage, pins, False)) is not None
+
+        if fits(1):
+            fits(0)
+            fits(2)
+        elif fits(3):  # which holds least
+            fits(2)
 
     def _plan_promising(self, estimates: Sequence[Estimate]) -> None:
         """Plan estimated combinations, the most promising first, until no other promises to be faster.
@@ -147,7 +154,7 @@ class JointSearch:
         An estimate is taken to be off by as much as the last one of its schedule was (`_off`), a pipeline's of a
         schedule not planned yet by as much as the best of others: what is left out of it is left out of all.
         """
-        waiting, in_vain, longest_s = list(estimates), 0, 0.0
+        waiting, in_vain, longest_s, tried = list(estimates), 0, 0.0, False
         most = max((each.combination.num_actions for each in estimates), default=1)
 
         def rank(estimate: Estimate) -> float:
@@ -159,12 +166,14 @@ class JointSearch:
             )
             if in_vain >= MOST and (self.plans or math.isinf(first.step_s)):
                 return
-            if self._hoped_s(first) > (1 + SLACK) * self.best_s:
+            slack = SLACK if first.combination.family in self._off else FIRST_SLACK
+            if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
-            if self.words and self.deadline.passed_s + longest_s > self.deadline.limit_s:
+            if (self.plans or tried) and self.deadline.passed_s + longest_s > self.deadline.limit_s:
                 self.words.append("then time ran out")
                 return
             waiting.remove(first)
+            tried = True
             before, began_s = self.best_s, self.deadline.passed_s
             self._plan(first)
             in_vain = 0 if self.best_s < before else in_vain + 1

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from paraplan.ir.execution.rank_program import BlockRole, RankProgram, StepKind
+from paraplan.ir.execution.rank_program import BlockRole, StepKind
 from paraplan.ir.machine.mesh import P, parse_layout
 from paraplan.ir.model.program import trained_params
 from paraplan.ir.plan import Plan, Stage
@@ -27,6 +27,9 @@ ROOM = 16
 """Of a device's memory, the part that reductions under way may hold where activations make room for them."""
 WORTH_ROOM = 0.05
 """Share of a step that communication is waited for, from which on activations make room for reductions under way."""
+OFTEN = 0.01
+"""Of the bytes of gradients added up, what has to be reduced for every microbatch for fewer reductions to be tried:
+those of norms alone are not."""
 WORTH = 0.005
 """Share of a step that communication is waited for, from which on it is asked whether reductions can wait longer."""
 
@@ -38,7 +41,7 @@ def reducing(made: Realised, budget_bytes: int) -> Realised:
     if made.simulation.exposed_comm_s < worth * made.simulation.step_s:
         return made
     best = _first_that_fits(made, more_under_way(made.plan, made.peak_bytes, budget_bytes), budget_bytes)
-    if any(map(_reduces_often, made.programs)):
+    if _reduces_often(made):
         for plan in grouped(made.plan):
             best = _first_that_fits(best, _under_way(plan), budget_bytes)
     return best
@@ -67,19 +70,26 @@ def waiting_less(made: Realised) -> Iterator[Plan]:
     """The plan with gradients reduced after more microbatches, most first; nothing where waits for communication are
     not worth the room of whole gradients, or gradients accumulate whole already."""
     simulation, plan = made.simulation, made.plan
-    if simulation.exposed_comm_s >= WORTH_ROOM * simulation.step_s and any(map(_reduces_often, made.programs)):
+    if simulation.exposed_comm_s >= WORTH_ROOM * simulation.step_s and _reduces_often(made):
         yield from grouped(plan)
 
 
-def _reduces_often(program: RankProgram) -> bool:
-    """Whether some gradient is reduced before it is added up, and so for every microbatch."""
-    reduced = {
-        out
-        for step in program.steps
-        if step.kind is StepKind.CALL and program.role_of(step) is BlockRole.REDUCE
-        for out in step.outs
-    }
-    return any(step.kind is StepKind.ACCUMULATE and step.args[1] in reduced for step in program.steps)
+def _reduces_often(made: Realised) -> bool:
+    """Whether gradients that matter are reduced before they are added up, and so for every microbatch."""
+    params = made.plan.program.params
+    often = every = 0
+    for program in made.programs:
+        reduced = {
+            out
+            for step in program.steps
+            if step.kind is StepKind.CALL and program.role_of(step) is BlockRole.REDUCE
+            for out in step.outs
+        }
+        for step in program.steps:
+            if step.kind is StepKind.ACCUMULATE and step.args[0].source in params:
+                elements = params[step.args[0].source].spec.numel
+                every, often = every + elements, often + elements * (step.args[1] in reduced)
+    return often > OFTEN * every
 
 
 def _under_way(plan: Plan) -> Iterator[Plan]:
