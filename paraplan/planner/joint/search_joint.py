@@ -31,6 +31,7 @@ from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.joint.space_bound import SpaceBound
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_search import search_pipeline
+from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -122,13 +123,19 @@ class JointSearch:
         return self._certified(best, listed) if certify else best
 
     def _certified(self, best: Plan, listed: Sequence[Combination]) -> Plan:
-        """The plan with what is proved of every combination; its own certificate where that is nothing."""
-        if self.job.compiled:
+        """The plan with what is proved of every combination.
+
+        With its own certificate where that is nothing, where the schedule is searched (its orders are no named one's),
+        and where the plan is outside of the space and faster.
+        """
+        if self.job.compiled or self.constraints.schedule == SEARCHED:
             return best
         bound = SpaceBound(self.job, self.constraints, self.budget, self.pricing.position, self.pricing.way_of)
         stop = time.perf_counter() + max(PROVED_SHARE * self.deadline.limit_s, 1.0)
         self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
-        return certified_in_space(best, bound.bound_s(listed, self.best_s, stop), len(listed))
+        bound_s, mesh = bound.bound_s(listed, self.best_s, stop), best.stages[0].mesh.shape
+        is_listed = any(each.mesh in ((), mesh) and each.microbatches == best.num_microbatches for each in listed)
+        return certified_in_space(best, bound_s, len(listed)) if is_listed or bound_s <= self.best_s else best
 
     def _plan_usual(self, one_stage: OneStage) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster."""
@@ -161,9 +168,7 @@ class JointSearch:
             return self._hoped_s(estimate) * (1 + SHORT * estimate.combination.num_actions / most)
 
         while waiting:
-            first = min(
-                waiting, key=lambda each: self._hoped_s(each) * (1 + SHORT * each.combination.num_actions / most)
-            )
+            first = min(waiting, key=rank)
             if in_vain >= MOST and (self.plans or math.isinf(first.step_s)):
                 return
             slack = SLACK if first.combination.family in self._off else FIRST_SLACK

@@ -133,7 +133,7 @@ class SpaceBound:
             key, samples = self.way(combination)
             ways.setdefault(key, Way()).listed.append(combination)
             ways[key].samples.append(samples)
-        undivided = self._undivided(max(max(way.samples) for way in ways.values()), stop)
+        undivided = self._undivided(max(max(way.samples) for way in ways.values()))
         while True:
             least_s, way, pp = min(
                 (
@@ -163,8 +163,8 @@ class SpaceBound:
     def _combination_s(self, combination: Combination, samples: float, known: Relaxed, filled: Relaxed) -> float:
         """The bound of a combination: by idle positions, and by what fills them, in which nothing counts that is done
         once."""
-        pp, m, name = combination.pp, combination.microbatches, combination.schedule
-        splits, replicas = name.startswith("zb"), NAMED[name].num_replicas
+        pp, m, named = combination.pp, combination.microbatches, NAMED[combination.schedule]
+        splits, replicas = named.splits, named.num_replicas
         lowest = [min(p, pp - 1 - p) if replicas > 1 else p for p in range(pp)]
         whole = known.forward_s if splits else [f + b for f, b in zip(known.forward_s, known.backward_s, strict=True)]
         idle_s = sum(sum(whole[:stage]) for stage in lowest) * samples / pp
@@ -173,7 +173,7 @@ class SpaceBound:
             found = max(found, filled.step_s(pp / m / (1 - (1 - 1 / m) ** pp)))
         return found
 
-    def _undivided(self, samples: float, stop: float) -> Relaxed:
+    def _undivided(self, samples: float) -> Relaxed:
         """What the whole batch takes on one device, shared out over all: no division of ops makes it less."""
         job, n = self.job, self.job.cluster.num_devices
         count = max(round(job.program.batch_size / max(samples, 1)), 1)

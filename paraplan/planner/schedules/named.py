@@ -24,12 +24,14 @@ class Named(NamedTuple):
         stages: stages a position it takes: that number, or any multiple of `step` from there on.
         step: 0 where only `stages` will do.
         num_replicas: groups of positions that hold each stage.
+        splits: whether gradients of weights are made apart from the rest of a backward.
     """
 
     make: Callable[[int, int, int], Orders]
     stages: int = 1
     step: int = 0
     num_replicas: int = 1
+    splits: bool = False
 
     def takes(self, stages_per_position: int) -> bool:
         """Whether it can be made for so many stages a position."""
@@ -40,11 +42,11 @@ class Named(NamedTuple):
 NAMED: dict[str, Named] = {
     "gpipe": Named(lambda p, m, _: gpipe(p, m)),
     "1f1b": Named(lambda p, m, _: one_f_one_b(p, m)),
-    "zb-h1": Named(lambda p, m, _: zb_h1(p, m)),
+    "zb-h1": Named(lambda p, m, _: zb_h1(p, m), splits=True),
     "gems": Named(lambda p, m, _: gems(p, m), num_replicas=2),
     "chimera": Named(lambda p, m, _: chimera(p, m), num_replicas=2),
     "interleaved": Named(interleaved, stages=2, step=1),
-    "zb-v": Named(lambda p, m, _: zb_v(p, m), stages=2),
+    "zb-v": Named(lambda p, m, _: zb_v(p, m), stages=2, splits=True),
     "hanayo": Named(lambda p, m, v: hanayo(p, m, v // 2), stages=2, step=2),
 }
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.ir.execution.schedule import ActionKind
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
@@ -17,6 +18,7 @@ from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.joint.space_bound import Relaxed, SpaceBound
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.event_simulation import ended
+from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.schedule_problem import StageCosts
 from paraplan.planner.search import search
 from tests.captures import zoo_job
@@ -112,3 +114,9 @@ def test_a_free_search_is_certified_over_its_whole_space() -> None:
     assert 0.0 < plan.certificate.bound_s <= plan.prediction.step_s
     pinned = search(job, msgspec.structs.replace(Constraints(microbatches=4), pp=2)).plan
     assert pinned.prediction is not None and plan.certificate.bound_s <= pinned.prediction.step_s
+
+
+def test_a_schedule_splits_where_its_orders_do() -> None:
+    for named in NAMED.values():
+        actions = [action for order in named.make(2, 4, named.stages) for action in order]
+        assert named.splits == any(action.kind is ActionKind.W for action in actions)
