@@ -1,13 +1,13 @@
 """What a combination comes to: its stages cut, priced and scheduled, without a plan being made.
 
-Stages are cut so that the slowest takes least. Orders of the schedule are simulated over stages' seconds and messages
-(`schedules.event_simulation`); what a position holds is its parameters' share, what its microbatches in flight save,
-and a call's workspace. Where that is over the budget, as much is recomputed in its stages as fits, by the kinds' own
-options at one price per byte, and the orders are simulated again. A stage's gradients are reduced from its last
-backward's end on (the first stage's beside it), one stage of a position after another, beside what it still computes;
-updates follow. Where two positions hold a stage, they exchange its gradients (an all-reduce of two ranks moves each
-byte once). Limits: an estimate, neither a bound nor a simulated plan; halves of a backward are taken to be equal; links
-are thought to be shared by nothing else.
+Stages are cut so that the fullest position has least to do (`balanced_cuts`). Orders of the schedule are simulated over
+stages' seconds and messages (`schedules.event_simulation`); what a position holds is its parameters' share, what its
+microbatches in flight save, and a call's workspace. Where that is over the budget, as much is recomputed in its stages
+as fits, by the kinds' own options at one price per byte, and the orders are simulated again. A stage's gradients are
+reduced from its last backward's end on (the first stage's beside it), one stage of a position after another, beside
+what it still computes; updates follow. Where two positions hold a stage, they exchange its gradients (an all-reduce of
+two ranks moves each byte once). Limits: an estimate, neither a bound nor a simulated plan; halves of a backward are
+taken to be equal; links are thought to be shared by nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from paraplan.cost_models.communication.collectives import p2p_s
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.passes.grad_reductions import ROOM
-from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory, cut_evenly
+from paraplan.planner.pipeline.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.schedules.event_simulation import Ended, ended
 from paraplan.planner.schedules.named import NAMED
@@ -112,7 +113,7 @@ class Pricer:
         program = prices.sharding.job.program
         orders = combination.orders()
         tail = program_micro(program, combination.microbatches).tail
-        bounds = cut_evenly(prices.seconds, combination.num_stages, tail)
+        bounds = cut_balanced(prices.seconds, stages_of(orders), tail, combination.microbatches)
         if bounds is None:
             return None
         memory = prices.memory(mesh_shape)

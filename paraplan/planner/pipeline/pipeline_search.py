@@ -1,12 +1,13 @@
 """The pipeline that constraints ask for: stages, sharding and recomputation for a given degree and schedule.
 
 The stages' meshes are equal in shape, and they take one sharding per kind, chosen on one stage's devices: first that of
-least work, memory left out. Stages not given are cut so that the slowest takes as little time as can be
-(`stage_cuts`), each segment as long as simulated. What a rank holds is what the simulation of the pipeline says. Where
-that is too much, there are three ways, and the fastest simulated plan of those that fit is taken: stages cut by what
-they hold as well; activations recomputed, in each stage as little as its own memory needs (`stage_memory`); and a
-sharding that keeps less, with parameters, gradients and states bounded by what the fullest stage may keep (states off
-the device where that is allowed; parameters too where otherwise nothing fits).
+least work, memory left out. Stages not given are cut so that the slowest, and with several a position the fullest
+position, takes as little time as can be (`stage_cuts`, `balanced_cuts`), each segment as long as simulated. What a rank
+holds is what the simulation of the pipeline says. Where that is too much, there are three ways, and the fastest
+simulated plan of those that fit is taken: stages cut by what they hold as well; activations recomputed, in each stage
+as little as its own memory needs (`stage_memory`); and a sharding that keeps less, with parameters, gradients and
+states bounded by what the fullest stage may keep (states off the device where that is allowed; parameters too where
+otherwise nothing fits).
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, 
 from paraplan.planner.passes.grad_reductions import ROOM, WORTH, reducing, waiting_less
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.pipeline.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
 from paraplan.planner.pipeline.pipeline import pipelined, rescheduled
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
-from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain, cut_evenly
+from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain
 from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -45,7 +47,7 @@ from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.event_simulation import ended
 from paraplan.planner.schedules.named import NAMED, named_orders
-from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of
+from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of, stages_of
 from paraplan.rules.time_axis import program_micro
 
 SHARDINGS = 3
@@ -193,7 +195,9 @@ class _Case:
         fit."""
         pinned = self.constraints.recompute
         activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
-        bounds = self.constraints.stages or cut_evenly(sharding.prices.seconds, self.num_stages, self.tail)
+        bounds = self.constraints.stages or cut_balanced(
+            sharding.prices.seconds, stages_of(self.orders), self.tail, self.inner.microbatches or 1
+        )
         if bounds is None:
             raise ConstraintError(
                 f"{self.num_stages} stages: the last one holds all segments from {self.tail} on, which run once on the "

@@ -1,0 +1,135 @@
+"""Where a chain is cut whose positions hold several stages: so that no position has more to do than another.
+
+With m microbatches a step takes about m times what the fullest position has of one, and a bubble in which every other
+position's stage passes once: m . max load + (P - 1) . max stage. The cut whose longest stage is shortest
+(`stage_cuts.cut_evenly`) says nothing of loads: stages of two or three segments sum up to loads that differ by a fifth.
+From that cut on segments move, one at a time, from a stage to one at most a round of positions away, every boundary
+between shifting by one, as long as the sum of a high power of loads falls; stages stay below a limit, of which a few
+are tried. A heuristic without a bound of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paraplan.planner.pipeline.stage_cuts import Bounds, cut_evenly
+
+POWER = 24
+"""Of loads whose sum falls: the fullest counts for most."""
+WIDER = (1.0, 1.25, 1.6)
+"""How much longer than need be the longest stage may get."""
+MOVES = 400
+"""At most so many segments move."""
+
+
+def cut_balanced(
+    seconds: Sequence[float], positions: Sequence[Sequence[int]], tail: int, microbatches: int
+) -> Bounds | None:
+    """The cut of a chain into stages that positions share out.
+
+    Args:
+        seconds: of every segment.
+        positions: per position, its stages, numbered along the chain.
+        tail: from this segment on all are in the last stage.
+        microbatches: of a step.
+    Returns:
+        [first, stop) of every stage; None where there are too few segments.
+    """
+    even = cut_evenly(seconds, 1 + max(itertools.chain(*positions)), tail)
+    if even is None or all(len(mine) == 1 for mine in positions):
+        return even
+    best, best_s = even, _step_s(seconds, positions, even, microbatches)
+    for wider in WIDER:
+        cut = _Cut(seconds, positions, even, tail, wider)
+        found = cut.balanced()
+        found_s = _step_s(seconds, positions, found, microbatches)
+        if found_s < best_s:
+            best, best_s = found, found_s
+    return best
+
+
+def _step_s(seconds: Sequence[float], positions: Sequence[Sequence[int]], bounds: Bounds, microbatches: int) -> float:
+    stages = [sum(seconds[slice(*bound)]) for bound in bounds]
+    return microbatches * max(sum(stages[s] for s in mine) for mine in positions) + (len(positions) - 1) * max(stages)
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Boundaries first to last shift by `step` segments: what stages and positions gain."""
+
+    gain: float
+    step: int
+    first: int
+    last: int
+    stages: dict[int, float]
+
+
+class _Cut:
+    """A cut that moves."""
+
+    def __init__(
+        self, seconds: Sequence[float], positions: Sequence[Sequence[int]], bounds: Bounds, tail: int, wider: float
+    ) -> None:
+        self.seconds, self.rounds = seconds, len(positions)
+        self.starts = [first for first, _ in bounds] + [len(seconds)]
+        self.stages = [sum(seconds[slice(*bound)]) for bound in bounds]
+        self.holders: list[list[int]] = [[] for _ in bounds]
+        for position, mine in enumerate(positions):
+            for stage in mine:
+                self.holders[stage].append(position)
+        self.loads = [sum(self.stages[stage] for stage in mine) for mine in positions]
+        self.mean = sum(self.loads) / len(self.loads) or 1.0
+        self.longest, self.tail = wider * max(self.stages) * (1 + 1e-9), tail
+
+    def balanced(self) -> Bounds:
+        """The cut after the best moves, one by one."""
+        for _ in range(MOVES):
+            best = max(self._moves(), key=lambda move: move.gain, default=None)
+            if best is None or best.gain <= 1e-9:
+                break
+            for boundary in range(best.first, best.last + 1):
+                self.starts[boundary] += best.step
+            for stage, more in best.stages.items():
+                self.stages[stage] += more
+                for position in self.holders[stage]:
+                    self.loads[position] += more
+        return tuple(itertools.pairwise(self.starts))
+
+    def _moves(self) -> list[_Move]:
+        """Every move that keeps all stages and their limit."""
+        found = []
+        for step, first in itertools.product((1, -1), range(1, len(self.stages))):
+            more: dict[int, float] = {}
+            for last in range(first, min(first + self.rounds, len(self.stages))):
+                at = self.starts[last] if step > 0 else self.starts[last] - 1
+                given, taken = (last - 1, last) if step > 0 else (last, last - 1)
+                if not 0 < self.starts[last] + step < len(self.seconds):
+                    break
+                more[given] = more.get(given, 0.0) + self.seconds[at]
+                more[taken] = more.get(taken, 0.0) - self.seconds[at]
+                if self._may(step, first, last, more):
+                    found.append(_Move(self._gain(more), step, first, last, dict(more)))
+        return found
+
+    def _may(self, step: int, first: int, last: int, more: dict[int, float]) -> bool:
+        """Whether every stage keeps a segment and the limit, and the last all of the tail."""
+
+        def start(boundary: int) -> int:
+            return self.starts[boundary] + step * (first <= boundary <= last)
+
+        if start(len(self.stages) - 1) > self.tail:
+            return False
+        return all(
+            start(stage) < start(stage + 1) and (each <= 0 or self.stages[stage] + each <= self.longest)
+            for stage, each in more.items()
+        )
+
+    def _gain(self, more: dict[int, float]) -> float:
+        """By how much the sum of powers falls."""
+        loads: dict[int, float] = {}
+        for stage, each in more.items():
+            for position in self.holders[stage]:
+                loads[position] = loads.get(position, self.loads[position]) + each
+        return sum((self.loads[p] / self.mean) ** POWER - (max(x, 0.0) / self.mean) ** POWER for p, x in loads.items())
