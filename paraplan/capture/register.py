@@ -17,8 +17,9 @@ from torch import Tensor
 
 from paraplan.capture.convert import spec_of
 from paraplan.capture.discovery.discover_confirm import contradicted
-from paraplan.capture.discovery.discover_dims import Letter, is_linear, try_letter
+from paraplan.capture.discovery.discover_dims import ShardableDim, try_dim
 from paraplan.capture.discovery.discover_draws import Draw
+from paraplan.capture.discovery.discover_linear import is_linear
 from paraplan.capture.discovery.discover_memory import how_results_lie, storages, workspace
 from paraplan.capture.discovery.discover_run import (
     Bench,
@@ -50,7 +51,7 @@ from paraplan.rules.registered_rules import (
     target_of,
 )
 
-MAX_COST_LETTERS = 8
+MAX_COST_DIMS = 8
 Values = dict[str, TensorSpec]
 
 
@@ -69,18 +70,18 @@ def register_rule(
 
         pp.register_rule("mylib::fused_mlp", "b s _, _ f, f _ -> b s _", contracted={"f": "sum"})
 
-    A letter may be sharded wherever it stands. The op's backward, if it is an op of its own, gets its own rule; ops
+    A named dim may be sharded wherever it stands. The op's backward, if it is an op of its own, gets its own rule; ops
     without one are tried out at capture (see the design, section 5).
 
     Args:
         op: "namespace::name" as registered with torch.
         rule: a term per tensor argument, `->`, a term per result; `_` is a dim that must be whole, `()` a scalar, `...`
             leading dims of any number.
-        contracted: letter -> "sum" or "max": how its shards are joined in results that lack it.
+        contracted: dim -> "sum" or "max": how its shards are joined in results that lack it.
         linear: tensor arguments, counted from 0, that may be partial sums: alone, or a set of them together.
-        addends: tensor arguments added once (a bias): where a contracted letter is sharded, one rank adds them.
-        whole: letters that name a size and are never sharded.
-        size_args: letter -> the integer arguments that count it, divided where it is sharded.
+        addends: tensor arguments added once (a bias): where a contracted dim is sharded, one rank adds them.
+        whole: dims that name a size and are never sharded.
+        size_args: dim -> the integer arguments that count it, divided where it is sharded.
         check: example arguments; the op is run on them in shards, and a rule that does not hold is refused. Without, it
             is run on random values at capture, which an op may need `check` for that takes no others than its own.
     Raises:
@@ -107,7 +108,7 @@ def register_cost(op: str, *, flops: Work | None = None, bytes: Work | None = No
 
         pp.register_cost("mylib::fused_mlp", flops=lambda x, w1, w2: 4 * x[0] * x[1] * x[2] * w1[1])
 
-    Evaluated at capture on the op's shapes, whole and with letters halved; the plan carries the numbers.
+    Evaluated at capture on the op's shapes, whole and with dims halved; the plan carries the numbers.
 
     Args:
         op: "namespace::name" as registered with torch.
@@ -122,8 +123,11 @@ def register_cost(op: str, *, flops: Work | None = None, bytes: Work | None = No
 
 
 def work_terms(op: Op, values: Values, rule: OpRule) -> dict[str, Amount]:
-    """The registered work of an op as amounts over its letters.
+    """The registered work of an op as amounts over its dims.
 
+    Args:
+        op, values: the op and the specs of its graph.
+        rule: the op's; its dims are those the amounts are over.
     Raises:
         ConstraintError: the user's function fails, or does not return a number from 0 up.
     """
@@ -139,10 +143,10 @@ def work_terms(op: Op, values: Values, rule: OpRule) -> dict[str, Amount]:
 def _fitted(work: Work | None, op: Op, rule: OpRule, what: str) -> Amount:
     if work is None:
         return ()
-    letters = list(rule.sizes)[:MAX_COST_LETTERS]
+    dims = list(rule.sizes)[:MAX_COST_DIMS]
     found = {}
-    for count in range(len(letters) + 1):
-        for group in itertools.combinations(letters, count):
+    for count in range(len(dims) + 1):
+        for group in itertools.combinations(dims, count):
             shapes = [
                 tuple(_half(size) if name in group else size for name, size in zip(names, shape, strict=True))
                 for names, shape in zip(rule.inputs, rule.shapes, strict=True)
@@ -168,6 +172,10 @@ def _evaluated(work: Work, op: Op, shapes: list[tuple[float, ...]], what: str) -
 def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str) -> OpRule:
     """A registered rule for one op of a program.
 
+    Args:
+        annotation: the rule as it was registered.
+        op, values: the op and the specs of its graph.
+        place: the op's line in the model, for messages.
     Raises:
         ConstraintError: it does not fit the op's arguments or shapes; names the line.
     """
@@ -178,16 +186,10 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
     terms = _given_terms(annotation, op, fail)
     position = {index: place for place, index in enumerate(terms)}
     shapes = [values[name].shape for name in op.tensors]
-    many = next(
-        (
-            len(shape) - len(annotation.inputs[index]) + 1
-            for index, shape in zip(terms, shapes, strict=True)
-            if MANY in annotation.inputs[index]
-        ),
-        0,
-    )
+    given = [annotation.inputs[index] for index in terms]
+    many = next((len(shape) - len(names) + 1 for names, shape in zip(given, shapes, strict=True) if MANY in names), 0)
     leads = tuple(f"lead{index}" for index in range(many))
-    inputs = [_expanded(annotation.inputs[index], leads) for index in terms]
+    inputs = [_expanded(names, leads) for names in given]
     sizes: dict[str, int] = {}
     for number, (names, shape) in enumerate(zip(inputs, shapes, strict=True)):
         _measure(names, shape, f"tensor {number}", sizes, fail)
@@ -210,8 +212,8 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
         sizes=free,
         contracted={
             name: how
-            for letter, how in annotation.contracted.items()
-            for name in (leads if letter == MANY else (letter,))
+            for dim, how in annotation.contracted.items()
+            for name in (leads if dim == MANY else (dim,))
             if name in free
         },
         linear=tuple(
@@ -219,9 +221,7 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
         ),
         addends=tuple(position[index] for index in annotation.addends if index in position),
         size_args={
-            letter: _paths(annotation, op, names, fail)
-            for letter, names in annotation.size_args.items()
-            if letter in free
+            dim: _paths(annotation, op, names, fail) for dim, names in annotation.size_args.items() if dim in free
         },
     )
     return _with_memory(rule, probe_of(op, values), None if annotation.checked else fail)
@@ -256,8 +256,8 @@ def _expanded(names: Names, leads: Names) -> Names:
     return (*leads, *names[1:]) if names[:1] == (MANY,) else names
 
 
-def _only(names: Names, letters: Mapping[str, int]) -> Names:
-    return tuple(name if name in letters else WHOLE for name in names)
+def _only(names: Names, dims: Mapping[str, int]) -> Names:
+    return tuple(name if name in dims else WHOLE for name in names)
 
 
 def _measure(
@@ -288,8 +288,8 @@ def _paths(
     return tuple(found)
 
 
-def _letters_of(rule: OpRule, probe: Probe) -> list[tuple[str, Letter]]:
-    """The rule's letters as discovery speaks of them."""
+def _dims_of(rule: OpRule, probe: Probe) -> list[tuple[str, ShardableDim]]:
+    """The rule's dims as discovery speaks of them."""
     found = []
     for name in rule.sizes:
         members: dict[tuple[int, int], None] = {}
@@ -302,7 +302,7 @@ def _letters_of(rule: OpRule, probe: Probe) -> list[tuple[str, Letter]]:
             None if names is None else names.index(name) if name in names else rule.contracted[name]
             for names in rule.outputs
         )
-        found.append((name, Letter(tuple(members), rule.size_args.get(name, ()), ways, tuple(sorted(addends)))))
+        found.append((name, ShardableDim(tuple(members), rule.size_args.get(name, ()), ways, tuple(sorted(addends)))))
     return found
 
 
@@ -321,7 +321,7 @@ def _with_memory(rule: OpRule, probe: Probe, fail: Callable[[str], ConstraintErr
         bench: Bench | None
         try:
             bench, wrong = make_bench(probe), ""
-            wrong = contradicted(bench, [letter for _, letter in _letters_of(rule, probe)], _linear_of(rule, probe))
+            wrong = contradicted(bench, [dim for _, dim in _dims_of(rule, probe)], _linear_of(rule, probe))
         except NoBench:
             bench, wrong = as_it_runs(probe), ""
         if bench is None:
@@ -339,8 +339,8 @@ def _with_memory(rule: OpRule, probe: Probe, fail: Callable[[str], ConstraintErr
             plain,
             lies=lies,
             alias_of=alias,
-            storages=storages(bench, _letters_of(rule, probe), lies),
-            workspace=workspace(bench, _letters_of(rule, probe)),
+            storages=storages(bench, _dims_of(rule, probe), lies),
+            workspace=workspace(bench, _dims_of(rule, probe)),
         )
 
 
@@ -348,7 +348,7 @@ def check_annotation(annotation: Annotation, example: tuple[object, ...]) -> Non
     """Runs the op on example arguments, whole and in shards.
 
     Raises:
-        ConstraintError: a letter or a linear set of the rule does not hold; says which.
+        ConstraintError: a dim or a linear set of the rule does not hold; says which.
     """
     op, values, tensors = _example_op(annotation, example)
     rule = apply_annotation(replace(annotation, checked=True), op, values, "the example")
@@ -364,19 +364,19 @@ def check_annotation(annotation: Annotation, example: tuple[object, ...]) -> Non
         with suppress(NoBench):  # where random values are not valid ones, the example alone must do
             draws += real_bench(bench).draws
         bench = replace(bench, draws=tuple(draws))
-        for name, letter in _letters_of(rule, probe):
-            found = try_letter(bench, letter)
+        for name, dim in _dims_of(rule, probe):
+            found = try_dim(bench, dim)
             if found is None:
                 raise fail(f"sharding {name} ({rule.sizes[name]}) does not give the whole results back")
-            if found.ways != letter.ways:
-                raise fail(f"sharding {name}, results are joined as {_words(found)}, not as {_words(letter)}")
+            if found.ways != dim.ways:
+                raise fail(f"sharding {name}, results are joined as {_words(found)}, not as {_words(dim)}")
         for group, values_of in zip(rule.linear, _linear_of(rule, probe), strict=True):
             if not is_linear(bench, values_of):
                 raise fail(f"it is not linear in tensors {', '.join(map(str, group))}")
 
 
-def _words(letter: Letter) -> str:
-    return ", ".join(f"dim {way}" if isinstance(way, int) else str(way) for way in letter.ways)
+def _words(dim: ShardableDim) -> str:
+    return ", ".join(f"dim {way}" if isinstance(way, int) else str(way) for way in dim.ways)
 
 
 def _example_op(annotation: Annotation, example: tuple[object, ...]) -> tuple[Op, Values, tuple[Tensor, ...]]:

@@ -169,14 +169,14 @@ class Split(Value, frozen=True, kw_only=True):
 
     Attributes:
         op: index of the op of the joint graph the run begins with.
-        letter: the named dim of that op that is cut.
+        dim: the named dim of that op that is cut; in files its key is `letter`.
         chunks: how many.
         at_once: whether the backward runs with the forward, chunk by chunk: of a segment that makes numerators of the
             loss, whose gradients are known beforehand.
     """
 
     op: int
-    letter: str
+    dim: str = msgspec.field(name="letter")
     chunks: int
     at_once: bool = False
 

@@ -59,8 +59,8 @@ def json_schema(kind: type[Value]) -> dict[str, Any]:
         of = _holds(kind, name)
         docs = field_docs(of)
         component["description"] = inspect.cleandoc(of.__doc__ or "").partition("\n\nAttributes:")[0]
-        for field, entry in component["properties"].items():
-            _describe(entry, field, docs.get(field, ""))
+        for field in msgspec.structs.fields(of):
+            _describe(component["properties"][field.encode_name], field.name, docs.get(field.name, ""))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -38,7 +38,8 @@ def _pretty(value: Any, depth: int, levels: int) -> str:
     if depth >= levels or getattr(getattr(value, "__struct_config__", None), "array_like", False):
         return msgspec.json.encode(value).decode()
     if isinstance(value, msgspec.Struct):
-        pairs = [(name, getattr(value, name)) for name in value.__struct_fields__]
+        names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        pairs = [(key, getattr(value, name)) for key, name in names]
     elif isinstance(value, dict):
         pairs = list(value.items())
     elif isinstance(value, (tuple, list)) and value and not isinstance(value[0], (int, float, str)):

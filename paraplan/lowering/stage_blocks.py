@@ -210,8 +210,8 @@ class PlanBlocks:
                     "segments; only a segment that makes numerators of the loss and nothing else is differentiated at "
                     "once"
                 )
-            lowering, letter = (evaluate_forward, "E") if self.evaluates else (lower_forward, "F")
-            name = f"{kind.name}.{len(self._done)}.{letter}"
+            lowering, suffix = (evaluate_forward, "E") if self.evaluates else (lower_forward, "F")
+            name = f"{kind.name}.{len(self._done)}.{suffix}"
             chosen = self._choices[choice]
             made_of = (name, Same(kind), _hashable(chosen), *key[1:])
             self._done[key] = _FORWARDS.get(made_of, lambda: lowering(name, kind, chosen, micro, context))

@@ -35,7 +35,7 @@ from paraplan.ir.model.strides import contiguous_strides, is_dense
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Split
 from paraplan.lowering.blocks.forward import Given, chosen_strategies
 from paraplan.lowering.blocks.remat import RECOMPUTE, boundary_values, recomputable
-from paraplan.lowering.rewrites.chunks import gradients_known, letters_of
+from paraplan.lowering.rewrites.chunks import chunkable_dims, gradients_known
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.decision_classes import grad_classes, param_classes
@@ -164,7 +164,7 @@ def _with_states_away(plan: Plan, rng: random.Random) -> Plan:
 def _splits(
     rng: random.Random, program: Program, decisions: Decisions, micro: ProgramMicro
 ) -> tuple[Split | None, ...]:
-    """Of some kinds, a run of ops in chunks: any op, any letter of it."""
+    """Of some kinds, a run of ops in chunks: any op, any dim of it."""
     if rng.random() < 0.5:
         return ()
     shape, m = decisions.mesh.shape, program.shares(decisions.num_microbatches)
@@ -175,10 +175,10 @@ def _splits(
         strategies = chosen_strategies(kind, choice, micro.segments[first], shape, m)
         op, chunks = rng.randrange(len(kind.graph.ops)), rng.choice((2, 2, 4))
         forward = kind.graph.ops[op].phase is Phase.FORWARD and rng.random() < 0.7
-        letters = letters_of(kind, op, chunks, strategies, (m, *shape)) if forward else ()
+        dims = chunkable_dims(kind, op, chunks, strategies, (m, *shape)) if forward else ()
         known = all(gradients_known(program, i) for i, segment in enumerate(program.segments) if segment.kind == index)
         at_once = known and rng.random() < 0.5
-        found.append(Split(op=op, letter=rng.choice(letters), chunks=chunks, at_once=at_once) if letters else None)
+        found.append(Split(op=op, dim=rng.choice(dims), chunks=chunks, at_once=at_once) if dims else None)
     return tuple(found[segment.kind] for segment in program.segments)
 
 

@@ -44,11 +44,11 @@ def rule_fault(op: Op, values: dict[str, TensorSpec]) -> str:
     fault = faults(rule, shapes, tuple(None if name is None else values[name].shape for name in op.outs))
     if fault:
         return fault
-    for letter, paths in rule.size_args.items():
+    for dim, paths in rule.size_args.items():
         for path in paths:
             number = _at(op, path)
-            if letter not in rule.sizes or not isinstance(number, int) or number % rule.sizes[letter]:
-                return f"argument {'.'.join(map(str, path))} does not count {letter}"
+            if dim not in rule.sizes or not isinstance(number, int) or number % rule.sizes[dim]:
+                return f"argument {'.'.join(map(str, path))} does not count {dim}"
     return ""
 
 
@@ -69,20 +69,27 @@ def local_args(
     layouts: tuple[Layout, ...],
     mesh_shape: tuple[int, ...],
 ) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
-    """Arguments with every size of a sharded letter divided by its number of shards, inputs lying in `layouts`."""
-    for letter, paths in rule.size_args.items():
-        parts = _parts(rule, letter, layouts, mesh_shape)
+    """Arguments with every size of a sharded dim divided by its number of shards.
+
+    Args:
+        rule: says which arguments count which dim.
+        args, kwargs: the op's, with global sizes.
+        layouts: of each tensor input.
+        mesh_shape: sizes of the axes the layouts are over.
+    """
+    for dim, paths in rule.size_args.items():
+        parts = _parts(rule, dim, layouts, mesh_shape)
         if parts > 1:
             args, kwargs = divide_args(args, kwargs, paths, parts)
     return args, kwargs
 
 
-def _parts(rule: OpRule, letter: str, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) -> int:
+def _parts(rule: OpRule, dim: str, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) -> int:
     for names, layout in zip(rule.inputs, layouts, strict=True):
-        if letter in names:
-            dim, parts = names.index(letter), 1
+        if dim in names:
+            position, parts = names.index(dim), 1
             for placement, size in zip(layout, mesh_shape, strict=True):
-                parts *= size if placement == Shard(dim=dim) else 1
+                parts *= size if placement == Shard(dim=position) else 1
             return parts
     return 1
 

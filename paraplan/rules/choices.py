@@ -1,6 +1,6 @@
 """What an op may do along one axis of a mesh, from its named dims.
 
-It shards a letter wherever that stands, passes partial sums through where it is linear, does the same work on every
+It shards a named dim wherever that stands, passes partial sums through where it is linear, does the same work on every
 rank, or runs one of its expansions (a ring).
 """
 
@@ -20,22 +20,22 @@ class AxisChoice:
         key: text, see the module's head, without the reduction.
         inputs: placement of each tensor input.
         outputs: placement of each output as computed; None for an absent one.
-        letter: the sharded letter, if any.
+        dim: the named dim it shards; "" for none.
     """
 
     key: str
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement | None, ...]
-    letter: str = ""
+    dim: str = ""
 
 
 def axis_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
-    """Everything an op may do along an axis: replicate first, then its letters, then partial sums."""
+    """Everything an op may do along an axis: replicate first, then its dims, then partial sums."""
     none = AxisChoice("-", (R,) * len(dims.inputs), tuple(None if out is None else R for out in dims.outputs))
     found = [none]
-    for letter, size in dims.sizes.items():
+    for dim, size in dims.sizes.items():
         if size > 1:
-            choice = shard_letter(dims, letter)
+            choice = shard_dim(dims, dim)
             if choice is not None:
                 found.append(choice)
     for group in dims.linear:
@@ -51,12 +51,10 @@ def ring_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
     ring = dims.ring
     if ring is None:
         return ()
-    inputs = tuple(
-        S(names.index(letter)) if letter else R for names, letter in zip(dims.inputs, ring.inputs, strict=True)
-    )
+    inputs = tuple(S(names.index(dim)) if dim else R for names, dim in zip(dims.inputs, ring.inputs, strict=True))
     outputs: tuple[Placement | None, ...] = tuple(
-        None if names is None or letter is None else S(names.index(letter)) if letter else P
-        for names, letter in zip(dims.outputs, ring.outputs, strict=True)
+        None if names is None or dim is None else S(names.index(dim)) if dim else P
+        for names, dim in zip(dims.outputs, ring.outputs, strict=True)
     )
     return tuple(AxisChoice(key, inputs, outputs) for key in ring.keys)
 
@@ -66,16 +64,16 @@ def mesh_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
     return (*axis_choices(dims), *ring_choices(dims))
 
 
-def shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
-    """What an op does that shards a letter; None where an output lacks it and no reduction joins the shards."""
-    inputs: list[Placement] = [S(names.index(letter)) if letter in names else R for names in dims.inputs]
+def shard_dim(dims: OpDims, dim: str) -> AxisChoice | None:
+    """What an op does that shards a dim; None where an output lacks it and no reduction joins the shards."""
+    inputs: list[Placement] = [S(names.index(dim)) if dim in names else R for names in dims.inputs]
     outputs: list[Placement | None] = []
-    reduction = dims.contracted.get(letter)
+    reduction = dims.contracted.get(dim)
     for names in dims.outputs:
         if names is None:
             outputs.append(None)
-        elif letter in names:
-            outputs.append(S(names.index(letter)))
+        elif dim in names:
+            outputs.append(S(names.index(dim)))
         elif reduction is not None:
             outputs.append(Partial(op=reduction))
         else:
@@ -84,4 +82,4 @@ def shard_letter(dims: OpDims, letter: str) -> AxisChoice | None:
         for index in dims.addends:
             if inputs[index] == R:
                 inputs[index] = P
-    return AxisChoice(letter, tuple(inputs), tuple(outputs), letter)
+    return AxisChoice(dim, tuple(inputs), tuple(outputs), dim)

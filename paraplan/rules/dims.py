@@ -1,16 +1,16 @@
 """One line over named dims says how an op may be sharded.
 
-`a b k, n k -> a b n` (a linear layer): each letter names a dim; a letter may be sharded along any mesh
-axis, wherever it stands. A letter that an output lacks is contracted: sharded, it leaves that output
-partial. A dim without a letter (written `_`) must be whole. Everything else about an op's legal strategies
+`a b k, n k -> a b n` (a linear layer): each name is a dim of the op; a named dim may be sharded along any mesh
+axis, wherever it stands. A dim that an output lacks is contracted: sharded, it leaves that output
+partial. A dim without a name (written `_`) must be whole. Everything else about an op's legal strategies
 follows mechanically (`rules.strategies`).
 
-Multi-factor dims: where a dim is several letters merged, (b s), sharding the leading one shards the dim,
-and a letter's `size` is what must divide.
+Multi-factor dims: where a tensor's dim is several named dims merged, (b s), sharding the leading one shards the
+tensor's dim, and the named dim's `size` is what must divide.
 
-A letter that does not divide may be sharded where its op says so (`uneven`): the last blocks are then padded, with
-anything. Where the letter is in every output the op computes padding from padding, and nobody minds. Where it is
-contracted the op must not see it: lowering zeroes the padding of the inputs that carry the letter, which is neutral
+A dim that does not divide may be sharded where its op says so (`uneven`): the last blocks are then padded, with
+anything. Where the dim is in every output the op computes padding from padding, and nobody minds. Where it is
+contracted the op must not see it: lowering zeroes the padding of the inputs that carry the dim, which is neutral
 in products and sums, and only there.
 
 Source: the idea is einsum-like annotations as in nnScaler's `dimops` and Tofu; partial sums as DTensor.
@@ -27,7 +27,7 @@ from paraplan.ir.model.graph import Arg, Graph, Op
 from paraplan.ir.model.tensor import TensorSpec
 
 WHOLE = "_"
-Letters = tuple[str, ...]
+DimNames = tuple[str, ...]
 Specs = tuple[TensorSpec, ...]
 
 
@@ -42,9 +42,9 @@ class Ring:
     of each pair is passed round; an exchange of tokens with the ranks of their experts.
 
     Attributes:
-        inputs: per tensor input, the letter sharded; "" where the input must be whole.
-        outputs: per output, the letter sharded; "" where it is a partial sum; None for an absent one.
-        turns: the letter whose blocks are passed round (or whose ranks are visited); no other axis may shard it, for
+        inputs: per tensor input, the dim sharded; "" where the input must be whole.
+        outputs: per output, the dim sharded; "" where it is a partial sum; None for an absent one.
+        turns: the dim whose blocks are passed round (or whose ranks are visited); no other axis may shard it, for
             inputs that stay are held in whole rows of it.
         keys: what such strategies are called.
     """
@@ -60,22 +60,22 @@ class OpDims:
     """The named dims of one op.
 
     Attributes:
-        inputs: per tensor input (in argument order), a letter or `_` per dim.
+        inputs: per tensor input (in argument order), a name or `_` per dim.
         outputs: likewise per output; None for an absent output.
-        sizes: what the number of shards of a letter must divide.
-        contracted: letter -> "sum" or "max": how shards of it are reduced in outputs that lack it.
+        sizes: what the number of shards of a dim must divide.
+        contracted: dim -> "sum" or "max": how shards of it are reduced in outputs that lack it.
         linear: sets of inputs that may be partial sums together, making every output a partial sum.
-        addends: inputs added once (a bias): where a contracted letter is sharded they must be partial sums,
+        addends: inputs added once (a bias): where a contracted dim is sharded they must be partial sums,
             so that one rank alone adds them.
         ring: what a ring shards, for an op that has an expansion (`OpDef.expand`); None: no ring.
-        uneven: letters whose shards may be padded; each is a whole dim wherever it stands.
-        fills: letter -> (input, value) pairs: what padding must be set to before the op, where that is not zero in
-            every input that carries a contracted letter, and nothing for the other letters.
+        uneven: dims whose shards may be padded; each is a whole dim of a tensor wherever it stands.
+        fills: dim -> (input, value) pairs: what padding must be set to before the op, where that is not zero in
+            every input that carries a contracted dim, and nothing for the other dims.
         apart: microbatches are told apart: what over ranks would be a partial maximum is each one's own, whole.
     """
 
-    inputs: tuple[Letters, ...]
-    outputs: tuple[Letters | None, ...]
+    inputs: tuple[DimNames, ...]
+    outputs: tuple[DimNames | None, ...]
     sizes: dict[str, int]
     contracted: dict[str, str] = field(default_factory=dict)
     linear: tuple[tuple[int, ...], ...] = ()
@@ -85,13 +85,13 @@ class OpDims:
     fills: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     apart: bool = False
 
-    def fills_of(self, letter: str) -> tuple[tuple[int, float], ...]:
-        """What the padding of an uneven letter is set to before the op: (input, value) pairs."""
-        if letter in self.fills:
-            return self.fills[letter]
-        if all(names is None or letter in names for names in self.outputs):
+    def fills_of(self, dim: str) -> tuple[tuple[int, float], ...]:
+        """What the padding of an uneven dim is set to before the op: (input, value) pairs."""
+        if dim in self.fills:
+            return self.fills[dim]
+        if all(names is None or dim in names for names in self.outputs):
             return ()
-        return tuple((index, 0) for index, names in enumerate(self.inputs) if letter in names)
+        return tuple((index, 0) for index, names in enumerate(self.inputs) if dim in names)
 
 
 @dataclass(frozen=True)
@@ -181,14 +181,14 @@ def place_of_dim(dim: Any, shape: tuple[int, ...]) -> int:
     return int(dim) % max(len(shape), 1)
 
 
-def letters(count: int, skip: str = "") -> Letters:
-    """The first `count` letters of the alphabet not in `skip`."""
+def dim_names(count: int, skip: str = "") -> DimNames:
+    """Names for `count` dims: the first letters of the alphabet that are not in `skip`."""
     free = [chr(code) for code in range(ord("a"), ord("z") + 1) if chr(code) not in skip]
     return tuple(free[:count])
 
 
-def sizes_of(*pairs: tuple[Letters, tuple[int, ...]]) -> dict[str, int]:
-    """Letter sizes from (letters, shape) pairs; a letter seen twice keeps its first size."""
+def sizes_of(*pairs: tuple[DimNames, tuple[int, ...]]) -> dict[str, int]:
+    """Sizes of named dims from (names, shape) pairs; a dim seen twice keeps its first size."""
     found: dict[str, int] = {}
     for names, shape in pairs:
         for name, size in zip(names, shape, strict=True):
@@ -198,5 +198,5 @@ def sizes_of(*pairs: tuple[Letters, tuple[int, ...]]) -> dict[str, int]:
 
 
 def uneven(dims: OpDims, *but: str) -> OpDims:
-    """The same dims, all letters but some of which may be padded."""
+    """The same dims, all but some of which may be padded."""
     return replace(dims, uneven=frozenset(dims.sizes) - {*but})

@@ -32,11 +32,11 @@ class Annotation:
         target: the op, as programs write it ("mylib.fused_mlp.default").
         text: the line as it was given.
         inputs, outputs: named dims.
-        contracted: letter -> "sum" or "max".
+        contracted: dim -> "sum" or "max".
         linear: sets of tensor arguments that may be partial sums together.
-        addends: tensor arguments added once where a contracted letter is sharded.
-        whole: letters that name a size and are never sharded.
-        size_args: letter -> names of the integer arguments that count it.
+        addends: tensor arguments added once where a contracted dim is sharded.
+        whole: dims that name a size and are never sharded.
+        size_args: dim -> names of the integer arguments that count it.
         checked: it was held against example arguments.
     """
 
@@ -88,8 +88,12 @@ def parse(
 ) -> Annotation:
     """A rule from its line.
 
+    Args:
+        op: "namespace::name" as registered with torch.
+        text: the line.
+        contracted, linear, addends, whole, size_args: as in `Annotation`; a set of one may be given without its tuple.
     Raises:
-        ConstraintError: malformed, a letter that stands nowhere, an output's letter that no input has, a letter
+        ConstraintError: malformed, a dim that stands nowhere, an output's dim that no input has, a dim
             neither in an output nor contracted, an input that does not exist.
     """
     target = target_of(op)
@@ -102,7 +106,7 @@ def parse(
         raise fail('write "inputs -> outputs", terms apart by commas, e.g. "b s _, _ f, f _ -> b s _"')
     inputs, outputs = (tuple(_term(term, fail) for term in side.split(",")) for side in sides)
     groups = tuple((group,) if isinstance(group, int) else tuple(group) for group in linear)
-    sized = {letter: (names,) if isinstance(names, str) else tuple(names) for letter, names in size_args.items()}
+    sized = {dim: (names,) if isinstance(names, str) else tuple(names) for dim, names in size_args.items()}
     found = Annotation(target, text, inputs, outputs, dict(contracted), groups, tuple(addends), frozenset(whole), sized)
     _check(found, fail)
     return found
@@ -117,8 +121,8 @@ def _term(text: str, fail: Callable[[str], ConstraintError]) -> Names:
     for name in names:
         if name not in (WHOLE, MANY) and (not _NAME.match(name) or name in _RESERVED):
             raise fail(f"{name!r} is no name of a dim; letters and digits, `_` for a whole dim, `...` for leading dims")
-    letters = [name for name in names if name != WHOLE]
-    if len(set(letters)) != len(letters):
+    named = [name for name in names if name != WHOLE]
+    if len(set(named)) != len(named):
         raise fail(f"a name stands twice in {text.strip()!r}")
     if MANY in names[1:]:
         raise fail(f"`...` must lead in {text.strip()!r}")
@@ -130,17 +134,19 @@ def _check(rule: Annotation, fail: Callable[[str], ConstraintError]) -> None:
     made = {name for names in rule.outputs for name in names} - {WHOLE}
     if unknown := sorted(made - given):
         raise fail(f"output dim {unknown[0]!r} stands in no input; write `_` where the op makes a dim")
-    for what, letters in (("contracted", rule.contracted), ("whole", rule.whole), ("size_args", rule.size_args)):
-        if unknown := sorted(set(letters) - given):
-            raise fail(f"{what} names {unknown[0]!r}, but the inputs have {', '.join(sorted(given)) or 'no letters'}")
-    for letter, how in rule.contracted.items():
-        if how not in ("sum", "max"):
-            raise fail(f"{letter!r} is contracted by {how!r}; say sum or max")
-    for letter in sorted(given - rule.whole):
-        if letter not in rule.contracted and not all(letter in names for names in rule.outputs):
+    for what, dims in (("contracted", rule.contracted), ("whole", rule.whole), ("size_args", rule.size_args)):
+        if unknown := sorted(set(dims) - given):
             raise fail(
-                f"{letter!r} is missing in an output: say contracted={{{letter!r}: 'sum'}} if its shards add up there, "
-                f"or whole={letter!r} if it must not be sharded"
+                f"{what} names {unknown[0]!r}, but the inputs have {', '.join(sorted(given)) or 'no named dims'}"
+            )
+    for dim, how in rule.contracted.items():
+        if how not in ("sum", "max"):
+            raise fail(f"{dim!r} is contracted by {how!r}; say sum or max")
+    for dim in sorted(given - rule.whole):
+        if dim not in rule.contracted and not all(dim in names for names in rule.outputs):
+            raise fail(
+                f"{dim!r} is missing in an output: say contracted={{{dim!r}: 'sum'}} if its shards add up there, "
+                f"or whole={dim!r} if it must not be sharded"
             )
     indices = [*rule.addends, *(index for group in rule.linear for index in group)]
     if bad := [index for index in indices if not 0 <= index < len(rule.inputs)]:

@@ -1,11 +1,11 @@
 """From an op's named dims to all its legal strategies on a mesh.
 
-Along one axis an op may shard a letter, pass partial sums through (where it is linear), or do the same work
+Along one axis an op may shard a named dim, pass partial sums through (where it is linear), or do the same work
 on every rank. A strategy picks one of these per axis, and, where the result is a partial sum, what becomes
 of it at once: kept, reduced, or reduced and scattered over a dim. Its key spells that out, axes joined by
 "|": `b|k>S1` shards b over the first axis and k over the second, reduce-scattering dim 1 of the result.
 
-    letter     shard it              +0.2   inputs 0 and 2 partial        -   replicated
+    <dim>      shard it              +0.2   inputs 0 and 2 partial        -   replicated
     >R, >S<d>  reduce the partial result to replicated, or scattered over dim d
     ring       shard both sides of a product of blocks and pass one of them round the axis, where the op can
     route      shard tokens and experts, and send each token to the ranks of its experts
@@ -95,12 +95,12 @@ def op_strategies(
     dims = dims_of(op, values)
     inputs = tuple(values[name] for name in op.tensors)
     outputs = tuple(None if name is None else values[name] for name in op.outs)
-    micro_letter = micro.letter if micro is not None else ""
+    micro_dim = micro.dim if micro is not None else ""
     extended = (num_microbatches, *mesh_shape)
     found: dict[str, Strategy] = {}
     turns = dims.ring.turns if dims.ring is not None else ""
     choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
-    if turns and micro_letter == turns:
+    if turns and micro_dim == turns:
         choices = [choice for choice in choices if not is_expanded(choice.key)]
     shardable = _Shardable(micro, extended)
     ends: dict[object, list[tuple[tuple[str, ...], tuple[Layout | None, ...]]]] = {}
@@ -109,11 +109,11 @@ def op_strategies(
         for keys, size in zip(only or (None,) * len(mesh_shape), mesh_shape, strict=True)
     ]
     for combo in itertools.product(*axes):
-        if not _divides(dims, combo, mesh_shape, micro_letter, num_microbatches):
+        if not _divides(dims, combo, mesh_shape, micro_dim, num_microbatches):
             continue
         keys = [choice.key for choice in combo]
         expanded = sum(map(is_expanded, keys))
-        if expanded and expanded + sum(key in _turns(keys, turns) for key in (*keys, micro_letter)) > 1:
+        if expanded and expanded + sum(key in _turns(keys, turns) for key in (*keys, micro_dim)) > 1:
             continue
         in_layouts = (
             tuple(zip(*(choice.inputs for choice in combo), strict=True)) if mesh_shape else ((),) * len(inputs)
@@ -139,8 +139,11 @@ def op_strategies(
 
 
 def choices_named(op: Op, values: dict[str, TensorSpec], key: str) -> tuple[AxisChoice, ...]:
-    """What an op does along every axis, from a strategy's key: letters, rings, routes and pieces alike.
+    """What an op does along every axis, from a strategy's key: dims, rings, routes and pieces alike.
 
+    Args:
+        op, values: the op and the specs of its graph.
+        key: of a strategy, with reductions or without.
     Raises:
         KeyError: the op has no such strategy.
     """
@@ -161,8 +164,8 @@ def _in_pieces(op: Op, dims: OpDims, keys: frozenset[str] | None, size: int) -> 
 
 
 def _turns(keys: list[str], ring: str) -> frozenset[str]:
-    """The letters that no other axis may shard: those whose blocks or pieces are passed round."""
-    of_pieces = (pieces.letter for key in keys if (pieces := parse_pieces(key)) is not None)
+    """The dims that no other axis may shard: those whose blocks or pieces are passed round."""
+    of_pieces = (pieces.dim for key in keys if (pieces := parse_pieces(key)) is not None)
     dealt = "s" if STRIPES in keys else ""
     return frozenset(filter(None, (ring, dealt, *of_pieces)))
 
@@ -215,28 +218,34 @@ def _sums_truths(choice: AxisChoice, inputs: tuple[TensorSpec, ...], outputs: tu
 
 
 def _divides(
-    dims: OpDims, combo: tuple[AxisChoice, ...], mesh_shape: tuple[int, ...], micro_letter: str, count: int
+    dims: OpDims, combo: tuple[AxisChoice, ...], mesh_shape: tuple[int, ...], micro_dim: str, count: int
 ) -> bool:
-    """Whether every letter divides by the axes that shard it, or may be padded."""
-    shards: dict[str, list[int]] = {micro_letter: [count]} if micro_letter else {}
+    """Whether every dim divides by the axes that shard it, or may be padded."""
+    shards: dict[str, list[int]] = {micro_dim: [count]} if micro_dim else {}
     for choice, size in zip(combo, mesh_shape, strict=True):
-        if choice.letter:
-            shards.setdefault(choice.letter, []).append(size)
-    for letter, parts in shards.items():
-        if dims.sizes[letter] % math.prod(parts) == 0:
+        if choice.dim:
+            shards.setdefault(choice.dim, []).append(size)
+    for dim, parts in shards.items():
+        if dims.sizes[dim] % math.prod(parts) == 0:
             continue
         several = [size for size in parts if size > 1]
-        in_time = letter == micro_letter and count > 1
-        if in_time or len(several) != 1 or not fits_letter(dims, letter, several[0]):
+        in_time = dim == micro_dim and count > 1
+        if in_time or len(several) != 1 or not fits_dim(dims, dim, several[0]):
             return False
     return True
 
 
-def fits_letter(dims: OpDims, letter: str, size: int) -> bool:
-    """Whether so many ranks may shard a letter ("" for none): it divides, or may be padded."""
-    if not letter or dims.sizes[letter] % size == 0:
+def fits_dim(dims: OpDims, dim: str, size: int) -> bool:
+    """Whether so many ranks may shard a dim: it divides, or may be padded.
+
+    Args:
+        dims: the op's.
+        dim: the name of one of them; "" for none, which always may.
+        size: number of ranks.
+    """
+    if not dim or dims.sizes[dim] % size == 0:
         return True
-    return letter in dims.uneven and pads_little(dims.sizes[letter], size)
+    return dim in dims.uneven and pads_little(dims.sizes[dim], size)
 
 
 def _with_micro(
@@ -354,7 +363,7 @@ __all__ = [
     "axis_choices",
     "choices_named",
     "dims_of",
-    "fits_letter",
+    "fits_dim",
     "graph_strategies",
     "is_expanded",
     "kept_whole",

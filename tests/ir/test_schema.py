@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 import pytest
 
+from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup
-from paraplan.ir.plan import Plan
+from paraplan.ir.plan import Plan, Split
 from paraplan.ir.schema import field_docs, json_schema, unit_of
-from paraplan.ir.struct import Value
+from paraplan.ir.struct import Value, from_json, to_json
 
 SCHEMA = json_schema(ClusterSpec)
 KINDS = (ClusterSpec, NodeGroup, Device, Link)
@@ -46,6 +48,16 @@ def test_unknown_keys_are_forbidden_and_what_has_no_default_is_required() -> Non
 def test_other_files_have_one_too() -> None:
     found = json_schema(Plan)
     assert found["$defs"]["ClusterSpec"] == SCHEMA["$defs"]["ClusterSpec"]
+
+
+def test_a_key_that_differs_from_its_field_is_the_one_in_files_and_schema() -> None:
+    """Plans keep the key `letter` of a split's dim."""
+    split = Split(op=3, dim="a", chunks=2)
+    data = to_json(split)
+    assert json.loads(data) == {"op": 3, "letter": "a", "chunks": 2, "at_once": False}
+    assert from_json(data, Split, "split", InvalidPlanError) == split
+    properties = json_schema(Plan)["$defs"]["Split"]["properties"]
+    assert "dim" not in properties and properties["letter"]["description"].startswith("the named dim")
 
 
 def test_docstrings_with_several_fields_on_a_line_and_long_ones() -> None:

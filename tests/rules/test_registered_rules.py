@@ -153,8 +153,8 @@ def test_leading_dims_of_any_number() -> None:
     for lead in ((4,), (4, 2), (4, 2, 6)):
         op, values = op_and_values(lead)
         rule = apply_annotation(annotation, op, values, "here")
-        letters = tuple(f"lead{index}" for index in range(len(lead)))
-        assert rule.inputs == ((*letters, "_"), ("_", "f"), ("f", "n")) and rule.outputs == ((*letters, "n"),)
+        dims = tuple(f"lead{index}" for index in range(len(lead)))
+        assert rule.inputs == ((*dims, "_"), ("_", "f"), ("f", "n")) and rule.outputs == ((*dims, "n"),)
         assert rule.linear == ((0,), (2,)) and rule.addends == ()  # the absent bias leaves its sets
         assert rule.size_args == {"f": ((4,),)}
 
@@ -191,5 +191,5 @@ def test_costs_become_numbers_over_shares() -> None:
 def test_amounts_are_fitted_exactly() -> None:
     values = {frozenset(): 15.0, frozenset("a"): 11.0, frozenset("b"): 13.5, frozenset("ab"): 10.25}
     assert fit_amount(values) == (
-        WorkTerm(amount=7.0), WorkTerm(amount=5.0, letters=("a",)), WorkTerm(amount=3.0, letters=("a", "b")),
+        WorkTerm(amount=7.0), WorkTerm(amount=5.0, dims=("a",)), WorkTerm(amount=3.0, dims=("a", "b")),
     )  # fmt: skip

@@ -95,7 +95,7 @@ def test_microbatches_are_an_axis(target: str, number: int) -> None:
         places = zip(specs, micro.inputs, strict=True)
         if any(spec.dtype == "bool" and isinstance(place, Partial) for spec, place in places):
             continue  # bools are never partial
-        if micro.letter and dims_of(example.op, example.graph.values).sizes[micro.letter] % 2:
+        if micro.dim and dims_of(example.op, example.graph.values).sizes[micro.dim] % 2:
             continue
         for strategy in _sample(op_strategies(example.op, example.graph.values, (2,), micro, 2), 20):
             example.check(extend(strategy, micro), (2,), 2, strict=True)
@@ -142,9 +142,9 @@ def test_uneven_shards_equal_whole(target: str, number: int, any_padding: None) 
     dims, shapes = dims_of(example.op, example.graph.values), {n: s.shape for n, s in example.graph.values.items()}
     for mesh in ((2,), (3,), (4,), (5,), (2, 3)):
         padded = [s for s in example.strategies(mesh) if _padding(example, s, shapes, mesh)]
-        letters = {part.split(">")[0] for s in padded for part in s.key.split("|")}
+        sharded = {part.split(">")[0] for s in padded for part in s.key.split("|")}
         if len(mesh) == 1:
-            assert {a for a in dims.uneven if 1 < dims.sizes[a] and dims.sizes[a] % mesh[0]} <= letters
+            assert {a for a in dims.uneven if 1 < dims.sizes[a] and dims.sizes[a] % mesh[0]} <= sharded
         for strategy in _sample(tuple(padded), 40 if len(mesh) == 1 else 12):
             example.check(whole_first(strategy), mesh)
 

@@ -217,7 +217,7 @@ def test_a_plan_with_a_wrong_rule_is_refused() -> None:
     job = Job(program, ClusterSpec.local(2), OPTIMIZERS["adamw"], ModelRef(display="block"), {})
     text = to_json(random_plan(job, 0, max_microbatches=1)).decode()
     for right, wrong, said in (
-        ('"contracted":{"c":"sum"}', '"contracted":{"z":"sum"}', "letter 'z' stands in no input"),
+        ('"contracted":{"c":"sum"}', '"contracted":{"z":"sum"}', "dim 'z' stands in no input"),
         ('"contracted":{"c":"sum"}', '"contracted":{"c":"mean"}', "reduced by 'mean'"),
         ('"shapes":[[8,4,8],[8,16],[16,8]]', '"shapes":[[8,4,8],[8,16],[16,9]]', "made for inputs of shapes"),
         ('"source":"discovered"', '"source":"guessed"', "its source is 'guessed'"),

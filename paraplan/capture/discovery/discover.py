@@ -17,7 +17,7 @@ import torch
 from paraplan.capture.discovery.discover_apart import run_apart
 from paraplan.capture.discovery.discover_cache import RuleCache
 from paraplan.capture.discovery.discover_confirm import contradiction
-from paraplan.capture.discovery.discover_dims import Letter, OpStructure, find, real_parts, still_legal
+from paraplan.capture.discovery.discover_dims import OpStructure, ShardableDim, find, real_parts, still_legal
 from paraplan.capture.discovery.discover_memory import how_results_lie, storages, workspace
 from paraplan.capture.discovery.discover_run import (
     MAX_ELEMENTS,
@@ -155,10 +155,10 @@ def _discover(probe: Probe) -> OpRule:
     wrong = contradiction(small, found)
     if wrong:
         return _only_memory(probe, f"what running it showed is not so: {wrong}")
-    letters = tuple(letter for letter in found.letters if real_parts(small, letter) > 1)
+    dims = tuple(dim for dim in found.dims if real_parts(small, dim) > 1)
     if real is not None and real is not small:
-        letters = tuple(letter for letter in letters if still_legal(real, letter, real_parts(small, letter)))
-    named = list(zip(_ALPHABET, letters, strict=False))
+        dims = tuple(dim for dim in dims if still_legal(real, dim, real_parts(small, dim)))
+    named = list(zip(_ALPHABET, dims, strict=False))
     rule = _rule_of(probe, small, named, found)
     reason = "" if not rule.is_whole else "running it in shards found no dim that can be sharded"
     lies, alias = facts
@@ -207,13 +207,13 @@ def _real(small: Bench) -> Bench | None:
     return real_bench(small)
 
 
-def _rule_of(probe: Probe, bench: Bench, named: Sequence[tuple[str, Letter]], found: OpStructure) -> OpRule:
+def _rule_of(probe: Probe, bench: Bench, named: Sequence[tuple[str, ShardableDim]], found: OpStructure) -> OpRule:
     inputs = [[WHOLE] * len(spec.shape) for spec in probe.specs]
     outputs = [None if spec is None else [WHOLE] * len(spec.shape) for spec in probe.outs]
-    for name, letter in named:
-        for value, dim in letter.members:
-            inputs[value][dim] = name
-        for output, way in zip(outputs, letter.ways, strict=True):
+    for name, dim in named:
+        for value, position in dim.members:
+            inputs[value][position] = name
+        for output, way in zip(outputs, dim.ways, strict=True):
             if output is not None and isinstance(way, int):
                 output[way] = name
 
@@ -225,11 +225,11 @@ def _rule_of(probe: Probe, bench: Bench, named: Sequence[tuple[str, Letter]], fo
         shapes=tuple(probe.specs[value].shape for value in probe.occurrences),
         inputs=tuple(tuple(inputs[value]) for value in probe.occurrences),
         outputs=tuple(None if output is None else tuple(output) for output in outputs),
-        sizes={name: real_parts(bench, letter) for name, letter in named},
-        contracted={name: letter.contracted for name, letter in named if letter.contracted},
+        sizes={name: real_parts(bench, dim) for name, dim in named},
+        contracted={name: dim.contracted for name, dim in named if dim.contracted},
         linear=tuple(places(group) for group in found.linear),
         addends=places(found.addends),
-        size_args={name: letter.args for name, letter in named if letter.args},
+        size_args={name: dim.args for name, dim in named if dim.args},
     )
 
 

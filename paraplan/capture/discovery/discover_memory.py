@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paraplan.capture.discovery.discover_dims import Letter
+from paraplan.capture.discovery.discover_dims import ShardableDim
 from paraplan.capture.discovery.discover_draws import Outputs, draw
 from paraplan.capture.discovery.discover_run import MAX_ELEMENTS, Bench
 from paraplan.ir.model.graph import Arg
@@ -33,7 +33,7 @@ from paraplan.kernels.torch_private import (
 )
 from paraplan.rules.carried_rules import divide_args
 
-MAX_LETTERS = 5
+MAX_DIMS = 5
 Lies = tuple[tuple[str, ...], tuple[int, ...]]
 
 
@@ -128,21 +128,19 @@ class _Meter(TorchDispatchMode):
         self.live -= nbytes
 
 
-def workspace(bench: Bench, letters: Sequence[tuple[str, Letter]]) -> tuple[Amount, ...]:
-    """Bytes made and dropped inside at every moment that may be the worst, over the letters' shares.
+def workspace(bench: Bench, dims: Sequence[tuple[str, ShardableDim]]) -> tuple[Amount, ...]:
+    """Bytes made and dropped inside at every moment that may be the worst, over the dims' shares.
 
     Measured at the real shapes: on real tensors where they are small, else on tensors without data. Empty where
     nothing is made inside, or the kernel cannot be followed.
     """
     if bench.probe.op.target.split(".")[0] in COMPILED:
         return ()  # nothing inside is seen
-    real = [spec.shape for spec in bench.probe.specs]
-    even = [pair for pair in letters if all(real[value][dim] % 2 == 0 for value, dim in pair[1].members)]
-    named = even[:MAX_LETTERS]
+    named = _halvable(bench, dims)
     runs: dict[frozenset[str], tuple[list[int], int]] = {}
     for count in range(len(named) + 1):
         for group in itertools.combinations(named, count):
-            measured = _measure(bench, [letter for _, letter in group])
+            measured = _measure(bench, [dim for _, dim in group])
             if measured is None:
                 return ()
             runs[frozenset(name for name, _ in group)] = measured
@@ -166,20 +164,24 @@ def workspace(bench: Bench, letters: Sequence[tuple[str, Letter]]) -> tuple[Amou
     )
 
 
-def storages(bench: Bench, letters: Sequence[tuple[str, Letter]], lies: Sequence[str]) -> tuple[Amount, ...]:
-    """Per result, the bytes of the larger storage it is part of, over the letters' shares; empty where none is.
+def storages(bench: Bench, dims: Sequence[tuple[str, ShardableDim]], lies: Sequence[str]) -> tuple[Amount, ...]:
+    """Per result, the bytes of the larger storage it is part of, over the dims' shares; empty where none is.
 
     Measured at the real shapes where these are small; else the storage is taken to be as many times the result there.
+
+    Args:
+        bench: the op, with its shapes and arguments.
+        dims: (name, dim) of those that may be sharded.
+        lies: per result, as in `OpRule.lies`.
     """
     if PART not in lies:
         return ()
-    real = [spec.shape for spec in bench.probe.specs]
-    even = [pair for pair in letters if all(real[value][dim] % 2 == 0 for value, dim in pair[1].members)][:MAX_LETTERS]
+    even = _halvable(bench, dims)
     small = sum(spec.numel for spec in bench.probe.specs) <= MAX_ELEMENTS
     runs: dict[frozenset[str], Outputs] = {}
     for count in range(len(even) + 1) if small else ():
         for group in itertools.combinations(even, count):
-            outs = _outputs(bench, [letter for _, letter in group])
+            outs = _outputs(bench, [dim for _, dim in group])
             if outs is not None:
                 runs[frozenset(name for name, _ in group)] = outs
     found = []
@@ -192,17 +194,24 @@ def storages(bench: Bench, letters: Sequence[tuple[str, Letter]], lies: Sequence
             times = _storage_bytes(
                 bench.probe.call(bench.draws[-1].tensors, bench.sizing.args, bench.sizing.kwargs)[index]
             )
-            names = tuple(name for name, letter in letters if isinstance(letter.ways[index], int))
-            found.append((WorkTerm(amount=times / max(out.nbytes, 1) * spec.nbytes, letters=names),))
+            names = tuple(name for name, dim in dims if isinstance(dim.ways[index], int))
+            found.append((WorkTerm(amount=times / max(out.nbytes, 1) * spec.nbytes, dims=names),))
     return tuple(found)
+
+
+def _halvable(bench: Bench, dims: Sequence[tuple[str, ShardableDim]]) -> list[tuple[str, ShardableDim]]:
+    """The first few dims of an even size in every value at the op's real shapes."""
+    real = [spec.shape for spec in bench.probe.specs]
+    even = [pair for pair in dims if all(real[value][position] % 2 == 0 for value, position in pair[1].members)]
+    return even[:MAX_DIMS]
 
 
 def _storage_bytes(x: Tensor | None) -> float:
     return 0.0 if x is None else float(x.untyped_storage().nbytes())
 
 
-def _outputs(bench: Bench, halved: Sequence[Letter]) -> Outputs | None:
-    """What the op gives at its real shapes with some letters halved; None where it cannot be run so."""
+def _outputs(bench: Bench, halved: Sequence[ShardableDim]) -> Outputs | None:
+    """What the op gives at its real shapes with some dims halved; None where it cannot be run so."""
     shapes, args, kwargs = _halved(bench, halved)
     generator = torch.Generator().manual_seed(0)
     pairs = zip(bench.probe.specs, shapes, strict=True)
@@ -213,19 +222,19 @@ def _outputs(bench: Bench, halved: Sequence[Letter]) -> Outputs | None:
         return None
 
 
-def _halved(bench: Bench, halved: Sequence[Letter]) -> tuple[list[list[int]], tuple[Arg, ...], dict[str, Arg]]:
-    """The op's real shapes and arguments with some letters halved."""
+def _halved(bench: Bench, halved: Sequence[ShardableDim]) -> tuple[list[list[int]], tuple[Arg, ...], dict[str, Arg]]:
+    """The op's real shapes and arguments with some dims halved."""
     probe = bench.probe
     shapes = [list(spec.shape) for spec in probe.specs]
     args, kwargs = probe.op.args, probe.op.kwargs
-    for letter in halved:
-        for value, dim in letter.members:
-            shapes[value][dim] //= 2
-        args, kwargs = divide_args(args, kwargs, letter.args, 2)
+    for dim in halved:
+        for value, position in dim.members:
+            shapes[value][position] //= 2
+        args, kwargs = divide_args(args, kwargs, dim.args, 2)
     return shapes, args, kwargs
 
 
-def _measure(bench: Bench, halved: Sequence[Letter]) -> tuple[list[int], int] | None:
+def _measure(bench: Bench, halved: Sequence[ShardableDim]) -> tuple[list[int], int] | None:
     """Bytes alive at every moment inside, and after; None where it cannot be run so."""
     probe = bench.probe
     shapes, args, kwargs = _halved(bench, halved)

@@ -201,7 +201,7 @@ class Bench:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the op was run so often that the search for more letters stops."""
+        """Whether the op was run so often that the search for more dims stops."""
         return self.spent[0] > BUDGET
 
     def run(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs | None:

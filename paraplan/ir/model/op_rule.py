@@ -1,8 +1,8 @@
 """What is known of an op that `rules` has no entry for, as data: it travels with the op, through files too.
 
 A rule is found by running the op (`capture.discovery.discover`) or registered by the user, for one op on one set of
-global shapes. Amounts (work, workspace) are sums of products over the shares of letters: with each letter `l` cut into
-1/x_l parts, an amount is the sum over terms of `amount * prod(x_l for l in letters)`. Work and memory of nearly
+global shapes. Amounts (work, workspace) are sums of products over the shares of dims: with each dim `d` cut into
+1/x_d parts, an amount is the sum over terms of `amount * prod(x_d for d in dims)`. Work and memory of nearly
 every op are of this form, so the amounts hold for any sharding though nothing is left to call.
 """
 
@@ -18,10 +18,10 @@ ROWS, ELEMENTWISE, ALIAS, PART = "rows", "elementwise", "alias", "part"
 
 
 class WorkTerm(Value, frozen=True, array_like=True):
-    """`amount` times the shares of `letters`."""
+    """`amount` times the shares of `dims`."""
 
     amount: float
-    letters: tuple[str, ...] = ()
+    dims: tuple[str, ...] = ()
 
 
 Amount = tuple[WorkTerm, ...]
@@ -35,7 +35,7 @@ class OpRule(Value, frozen=True, kw_only=True):
         source: "discovered", "registered" or "unknown" (replicated; `reason` says why).
         shapes: global shape of each tensor input, in argument order: what the rule was made for.
         inputs, outputs, sizes, contracted, linear, addends: as in `rules.dims.OpDims`.
-        size_args: letter -> arguments that count its elements (or a multiple of them), divided by the number of
+        size_args: dim -> arguments that count its elements (or a multiple of them), divided by the number of
             shards: the position or keyword of the argument, then indices into it.
         lies: per output, how it lies for row-major inputs: "rows" (row-major), "elementwise" (as torch's elementwise
             ops, whatever the inputs' order), "alias" (shares an input's storage; a copy is made at once), "part"
@@ -76,7 +76,7 @@ class OpRule(Value, frozen=True, kw_only=True):
         return any(lie != ELEMENTWISE for lie in self.lies)
 
     def shares(self, local_shapes: tuple[tuple[int, ...], ...]) -> dict[str, float]:
-        """The share of each letter that a rank with inputs of these shapes works on."""
+        """The share of each dim that a rank with inputs of these shapes works on."""
         found: dict[str, float] = {}
         for names, whole, local in zip(self.inputs, self.shapes, local_shapes, strict=True):
             for name, size, part in zip(names, whole, local, strict=True):
@@ -87,7 +87,7 @@ class OpRule(Value, frozen=True, kw_only=True):
     def text(self) -> str:
         """In one line: `a b k, k n -> a b n (k summed; linear in 0)`."""
         outs = ", ".join(" ".join(names) or "()" for names in self.outputs if names is not None)
-        said = [f"{letter} {'summed' if how == 'sum' else 'maximum'}" for letter, how in self.contracted.items()]
+        said = [f"{dim} {'summed' if how == 'sum' else 'maximum'}" for dim, how in self.contracted.items()]
         said += [f"linear in {' and '.join(map(str, group))}" for group in self.linear]
         line = f"{', '.join(' '.join(names) or '()' for names in self.inputs)} -> {outs}"
         return f"{line} ({'; '.join(said)})" if said else line
@@ -95,37 +95,43 @@ class OpRule(Value, frozen=True, kw_only=True):
 
 def amount_of(amount: Amount, shares: Mapping[str, float]) -> float:
     """An amount at some shares; never below zero."""
-    return max(0.0, sum(term.amount * math.prod(shares.get(name, 1.0) for name in term.letters) for term in amount))
+    return max(0.0, sum(term.amount * math.prod(shares.get(name, 1.0) for name in term.dims) for term in amount))
 
 
 def fit_amount(values: Mapping[frozenset[str], float]) -> Amount:
-    """Terms from values with every subset of letters halved.
+    """Terms from values with every subset of dims halved.
 
     Args:
-        values: the amount with the letters of the key at share 1/2 and the others whole, for every subset.
+        values: the amount with the dims of the key at share 1/2 and the others whole, for every subset.
     Returns:
-        sum over S of c_S * prod(x_l, l in S), exact for functions linear in each letter's share.
+        sum over S of c_S * prod(x_d, d in S), exact for functions linear in each dim's share.
     """
-    letters = sorted({name for key in values for name in key})
+    dims = sorted({name for key in values for name in key})
     terms = dict(values)
-    # In one letter: f(x) = (2 f(1/2) - f(1)) + 2 (f(1) - f(1/2)) x; letter after letter gives all terms.
-    for letter in letters:
+    # In one dim: f(x) = (2 f(1/2) - f(1)) + 2 (f(1) - f(1/2)) x; dim after dim gives all terms.
+    for dim in dims:
         after = {}
         for key in terms:
-            if letter not in key:
-                one, half = terms[key], terms[key | {letter}]
-                after[key], after[key | {letter}] = 2 * half - one, 2 * (one - half)
+            if dim not in key:
+                one, half = terms[key], terms[key | {dim}]
+                after[key], after[key | {dim}] = 2 * half - one, 2 * (one - half)
         terms = after
     largest = max((abs(value) for value in terms.values()), default=0.0)
     return tuple(
-        WorkTerm(amount=value, letters=tuple(sorted(key)))
+        WorkTerm(amount=value, dims=tuple(sorted(key)))
         for key, value in sorted(terms.items(), key=lambda item: (len(item[0]), sorted(item[0])))
         if abs(value) > 1e-9 * largest
     )
 
 
 def faults(rule: OpRule, inputs: tuple[tuple[int, ...], ...], outputs: tuple[tuple[int, ...] | None, ...]) -> str:
-    """What is wrong with a rule for an op on these global shapes; "" if nothing is."""
+    """What is wrong with a rule for an op on these global shapes; "" if nothing is.
+
+    Args:
+        rule: as it travelled with the op.
+        inputs: shape of each tensor input, in argument order.
+        outputs: shape of each output; None for an absent one.
+    """
     if rule.source not in (DISCOVERED, REGISTERED, UNKNOWN):
         return f"its source is {rule.source!r}"
     if rule.shapes != inputs:
@@ -144,7 +150,7 @@ def faults(rule: OpRule, inputs: tuple[tuple[int, ...], ...], outputs: tuple[tup
             return f"it names {len(names)} dims of shape {shape}"
         used = [name for name in names if name in rule.sizes]
         if len(set(used)) != len(used):
-            return f"a letter stands twice in {' '.join(names)}"
+            return f"a dim stands twice in {' '.join(names)}"
         for name, size in zip(names, shape, strict=True):
             if name in rule.sizes and (rule.sizes[name] < 1 or size % rule.sizes[name]):
                 return f"{name} has {rule.sizes[name]} parts, which do not divide a dim of {size}"
@@ -154,9 +160,9 @@ def faults(rule: OpRule, inputs: tuple[tuple[int, ...], ...], outputs: tuple[tup
 def _more_faults(rule: OpRule, num_inputs: int, outputs: tuple[tuple[int, ...] | None, ...]) -> str:
     named = {name for names in rule.inputs for name in names}
     if unknown := [name for name in (*rule.sizes, *rule.contracted) if name not in named]:
-        return f"letter {unknown[0]!r} stands in no input"
+        return f"dim {unknown[0]!r} stands in no input"
     if bad := [how for how in rule.contracted.values() if how not in ("sum", "max")]:
-        return f"a letter is reduced by {bad[0]!r}; only sum and max are known"
+        return f"a dim is reduced by {bad[0]!r}; only sum and max are known"
     indices = [*rule.addends, *(index for group in rule.linear for index in group)]
     if any(not 0 <= index < num_inputs for index in indices) or any(not group for group in rule.linear):
         return f"it speaks of inputs {sorted(set(indices))}, of {num_inputs}"

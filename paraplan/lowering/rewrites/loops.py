@@ -1,7 +1,7 @@
 """Emitting a phase's ops: those that run in chunks as loops, written out, between those that run whole.
 
 A chunk of a value is cut from it where it is whole already, and what an op made of it otherwise. Chunks of a value that
-something reads whole are written into a buffer as they are made; a sum over the letter grows in the first chunk's
+something reads whole are written into a buffer as they are made; a sum over the dim grows in the first chunk's
 result, in place, and is reduced over the mesh, if it is to be, once, when whole. Where an op that runs whole lies
 between two that run in chunks (statistics of a batch), there are two loops.
 """
@@ -84,7 +84,7 @@ def _rounds(graph: Graph, order: Sequence[int], chunks: Chunks, late: frozenset[
         for name in graph.ops[index].tensors:
             if name in made:
                 maker = made[name]
-                after = chunks.of(maker) is not None and (chunks.of(index) is None or name not in chunks.dims)
+                after = chunks.of(maker) is not None and (chunks.of(index) is None or name not in chunks.positions)
                 at = max(at, found[maker] + after)
         found[index] = at
         made.update((out, index) for out in graph.ops[index].outs if out is not None)
@@ -171,10 +171,10 @@ class _Loop:
     def _put(self, inside: ChunkEmitter, out: str) -> None:
         """One more chunk of a value that is read whole."""
         home = inside.home(out)
-        part, dim = inside.get(out, home), self.chunks.dims[out]
+        part, position = inside.get(out, home), self.chunks.positions[out]
         shape = self.emitter.values[part].shape
         if out not in self.grown:
-            room = tuple(size * self.chunks.count if at == dim else size for at, size in enumerate(shape))
+            room = tuple(size * self.chunks.count if at == position else size for at, size in enumerate(shape))
             dtype = self.graph.values[out].dtype
             local = self.emitter.local(
                 ROOM,
@@ -185,7 +185,7 @@ class _Loop:
                 {"dtype": ":" + dtype},
             )
             self.grown[out] = _Grown(local, home[:-1])
-        args = ("%" + self.grown[out].local, "%" + part, dim, inside.chunk * shape[dim])
+        args = ("%" + self.grown[out].local, "%" + part, position, inside.chunk * shape[position])
         self.emitter.add_many(PUT, args, ())
 
 

@@ -67,9 +67,9 @@ def _verify_shapes(op: Op, graph: Graph, at: str) -> None:
             f"and {len(found.outputs)}"
         )
     for names, dims in ((op.tensors, found.inputs), (op.outs, found.outputs)):
-        for name, letters in zip(names, dims, strict=True):
-            if name is not None and letters is not None and len(letters) != len(graph.values[name].shape):
-                raise InvalidPlanError(f"{at}: {name} is {graph.values[name]}; its rule says {len(letters)} dims")
+        for name, dim_names in zip(names, dims, strict=True):
+            if name is not None and dim_names is not None and len(dim_names) != len(graph.values[name].shape):
+                raise InvalidPlanError(f"{at}: {name} is {graph.values[name]}; its rule says {len(dim_names)} dims")
 
 
 MOST_SEEDS = 1 << 20

@@ -22,7 +22,7 @@ from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import Plan, Split
 from paraplan.lowering.blocks.forward import chosen_strategies
-from paraplan.lowering.rewrites.chunks import gradients_known, letters_of
+from paraplan.lowering.rewrites.chunks import chunkable_dims, gradients_known
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
@@ -87,7 +87,13 @@ def split_where_it_peaks(decisions: Decisions, found: Fitted | Unfit) -> Decisio
 
 
 def finer(plan: Plan, kind: int, now: Split | None) -> Split | None:
-    """A kind's run cut in twice as many chunks as now, or in two; None where nothing divides."""
+    """A kind's run cut in twice as many chunks as now, or in two; None where nothing divides.
+
+    Args:
+        plan: of one stage.
+        kind: index into the program's kinds.
+        now: how the kind is cut in the plan, if it is.
+    """
     (stage,), program, m = plan.stages, plan.program, plan.num_shares
     graph, extended = program.kinds[kind].graph, (m, *stage.mesh.shape)
     first = next(i for i, segment in enumerate(program.segments) if segment.kind == kind)
@@ -99,12 +105,12 @@ def finer(plan: Plan, kind: int, now: Split | None) -> Split | None:
     if op is None or chunks > MOST_CHUNKS:
         return None
     names = next(names for names in dims_of(graph.ops[op], graph.values).outputs if names is not None)
-    legal = letters_of(program.kinds[kind], op, chunks, strategies, extended)
-    letter = next((name for name in names if name in legal), None)
-    if letter is None:
+    legal = chunkable_dims(program.kinds[kind], op, chunks, strategies, extended)
+    dim = next((name for name in names if name in legal), None)
+    if dim is None:
         return None
     segments = [index for index, segment in enumerate(program.segments) if segment.kind == kind]
-    return Split(op=op, letter=letter, chunks=chunks, at_once=all(gradients_known(program, i) for i in segments))
+    return Split(op=op, dim=dim, chunks=chunks, at_once=all(gradients_known(program, i) for i in segments))
 
 
 def _largest(plan: Plan, kind: int, strategies: tuple[Strategy, ...]) -> int | None:

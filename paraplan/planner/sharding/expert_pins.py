@@ -30,16 +30,16 @@ PRODUCTS = {
     "paraplan.experts": "e",
     "paraplan.experts_grad": "e",
 }
-"""Ops that multiply by a stack, and their letter of its matrices."""
+"""Ops that multiply by a stack, and the dim of its matrices in their rules."""
 
 Slot = tuple[int, int]
 
 
-def _is_of_matrices(op: Op, letter: str) -> bool:
-    """Whether a letter of an op is one of its matrices."""
+def _is_of_matrices(op: Op, dim: str) -> bool:
+    """Whether a dim of an op is one of its matrices."""
     if op.target == "paraplan.batched_product":
-        return letter not in (WHOLE, "k", "m", "n")
-    return letter == PRODUCTS.get(op.target)
+        return dim not in (WHOLE, "k", "m", "n")
+    return dim == PRODUCTS.get(op.target)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ExpertAxis:
 
     Attributes:
         slots: (kind, parameter slot) of the stacks.
-        must, may: (kind, op) -> the letter of its experts, for ops that shard it and for ops that may.
+        must, may: (kind, op) -> the dim of its experts, for ops that shard it and for ops that may.
     """
 
     slots: frozenset[Slot]
@@ -56,7 +56,13 @@ class ExpertAxis:
     may: dict[tuple[int, int], str]
 
     def allows(self, kind: int, position: int, part: str, batch: str) -> bool:
-        """Whether an op may do `part` along the axis; `batch` is what it does along a data-parallel one."""
+        """Whether an op may do something along the axis.
+
+        Args:
+            kind, position: the op: the index of its kind, and its own in the joint graph.
+            part: a strategy's key along the axis.
+            batch: the key of what the op does along a data-parallel axis.
+        """
         key = part.split(">")[0]
         if (kind, position) in self.must:
             return key in (self.must[kind, position], *EXPANDED)
@@ -80,8 +86,8 @@ def expert_axis(program: Program, size: int) -> ExpertAxis:
                 name = next(s.params[slot] for s in program.segments if s.kind == index)
                 raise ConstraintError(f"ep={size}: the {count} experts of {name} do not divide over {size} ranks")
             slots.add((index, slot))
-        must |= {(index, position): letter for position, letter in found.must.items()}
-        may |= {(index, position): letter for position, letter in found.may.items()}
+        must |= {(index, position): dim for position, dim in found.must.items()}
+        may |= {(index, position): dim for position, dim in found.may.items()}
     if not slots:
         raise ConstraintError(
             f"ep={size}: the model has no experts (parameters [expert, ...] multiplied matrix by matrix); leave ep out"
@@ -94,7 +100,7 @@ class _KindExperts:
 
     def __init__(self, kind: SegmentKind) -> None:
         self.kind = kind
-        # value -> (the parameter it is a view or cast of, the dim the parameter's first became)
+        # value -> (the parameter it is a view or cast of, the index of the dim the parameter's first became)
         self.sources: dict[str, tuple[int, int]] = {
             name: (slot, 0) for slot, name in enumerate(kind.params) if kind.graph.values[name].shape
         }
@@ -107,44 +113,44 @@ class _KindExperts:
         views: list[tuple[int, int, str]] = []
         for position, (op, dims) in enumerate(zip(kind.graph.ops, self.dims, strict=True)):
             if len(op.tensors) == 1 and op.tensors[0] in self.sources and len(op.outs) == 1:
-                slot, dim = self.sources[op.tensors[0]]
-                views.append((position, slot, dims.inputs[0][dim]))
-                self._view(op, dims, dims.inputs[0][dim], slot)
+                slot, index = self.sources[op.tensors[0]]
+                views.append((position, slot, dims.inputs[0][index]))
+                self._view(op, dims, dims.inputs[0][index], slot)
             else:
                 self._visit(position, op, dims)
-        self.must |= {at: letter for at, slot, letter in views if slot in self.slots and letter != WHOLE}
-        for position, letter in tuple(self.must.items()):
+        self.must |= {at: dim for at, slot, dim in views if slot in self.slots and dim != WHOLE}
+        for position, dim in tuple(self.must.items()):
             for name, names in zip(kind.graph.ops[position].tensors, self.dims[position].inputs, strict=True):
-                if letter in names:
-                    self.may = self._up(name, names.index(letter)) | self.may
+                if dim in names:
+                    self.may = self._up(name, names.index(dim)) | self.may
         for slot in self.slots:
             grad = kind.param_grads[slot]
             if grad is not None:
                 self._gradient(grad)
 
     def _visit(self, position: int, op: Op, dims: OpDims) -> None:
-        letter = self._letter(op, dims)
-        if letter == WHOLE:
+        dim = self._dim(op, dims)
+        if dim == WHOLE:
             return
         reads = False
         for name, names in zip(op.tensors, dims.inputs, strict=True):
             source = self.sources.get(name)
-            if source is not None and names[source[1]] == letter:
+            if source is not None and names[source[1]] == dim:
                 self.slots[source[0]] = None
                 reads = True
-        kept = [out for out in dims.outputs if out is not None and letter in out]
+        kept = [out for out in dims.outputs if out is not None and dim in out]
         if reads:
-            self.must[position] = letter
+            self.must[position] = dim
             operands = zip(op.tensors, dims.inputs, strict=True)
-            self.at |= {name: names.index(letter) for name, names in operands if letter in names}
+            self.at |= {name: names.index(dim) for name, names in operands if dim in names}
         elif kept:
-            self.may[position] = letter
+            self.may[position] = dim
         for made, out in zip(op.outs, dims.outputs, strict=True):
-            if made is not None and out is not None and letter in out:
-                self.at[made] = out.index(letter)
+            if made is not None and out is not None and dim in out:
+                self.at[made] = out.index(dim)
 
-    def _letter(self, op: Op, dims: OpDims) -> str:
-        """The op's letter of the experts: of a product with a stack, or of an operand that has them as a dim."""
+    def _dim(self, op: Op, dims: OpDims) -> str:
+        """The op's dim of the experts: of a product with a stack, or of an operand that has them as one."""
         for name, names in zip(op.tensors, dims.inputs, strict=True):
             source = self.sources.get(name)
             if source is not None and _is_of_matrices(op, names[source[1]]):
@@ -154,33 +160,33 @@ class _KindExperts:
                 return names[self.at[name]]
         return WHOLE
 
-    def _view(self, op: Op, dims: OpDims, letter: str, slot: int) -> None:
+    def _view(self, op: Op, dims: OpDims, dim: str, slot: int) -> None:
         out, names = op.outs[0], dims.outputs[0]
-        if out is not None and names is not None and letter != WHOLE and letter in names:
-            self.sources[out] = (slot, names.index(letter))
+        if out is not None and names is not None and dim != WHOLE and dim in names:
+            self.sources[out] = (slot, names.index(dim))
 
-    def _up(self, name: str, dim: int) -> dict[int, str]:
-        """The ops of one operand that lead to a value, as long as they keep the dim apart."""
+    def _up(self, name: str, index: int) -> dict[int, str]:
+        """The ops of one operand that lead to a value, as long as they keep its dim `index` apart."""
         found: dict[int, str] = {}
         while name in self.makers:
             position, slot = self.makers[name]
             op, dims = self.kind.graph.ops[position], self.dims[position]
-            letter = (dims.outputs[slot] or ())[dim]
-            if letter == WHOLE or len(op.tensors) != 1 or letter not in dims.inputs[0]:
+            dim = (dims.outputs[slot] or ())[index]
+            if dim == WHOLE or len(op.tensors) != 1 or dim not in dims.inputs[0]:
                 break
-            found[position] = letter
-            name, dim = op.tensors[0], dims.inputs[0].index(letter)
+            found[position] = dim
+            name, index = op.tensors[0], dims.inputs[0].index(dim)
         return found
 
     def _gradient(self, name: str) -> None:
         """What makes a stack's gradient shards its experts, and so do the views of it on its way out."""
         views = self._up(name, 0)
         self.must |= views
-        dim = 0
-        for position, letter in views.items():
-            name, dim = self.kind.graph.ops[position].tensors[0], self.dims[position].inputs[0].index(letter)
+        index = 0
+        for position, dim in views.items():
+            name, index = self.kind.graph.ops[position].tensors[0], self.dims[position].inputs[0].index(dim)
         if name in self.makers:
             position, slot = self.makers[name]
-            letter = (self.dims[position].outputs[slot] or ())[dim]
-            if letter != WHOLE:
-                self.must[position] = letter
+            dim = (self.dims[position].outputs[slot] or ())[index]
+            if dim != WHOLE:
+                self.must[position] = dim

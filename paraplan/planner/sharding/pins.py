@@ -98,10 +98,10 @@ class Pins:
 
     def _tensor(self, kind: SegmentKind, position: int, strategy: Strategy, part: str, batch: str) -> bool:
         op = kind.graph.ops[position]
-        letter = part.split(">")[0]
-        if batch not in ("-",) and not batch.startswith("+") and letter == batch.split(">")[0]:
+        key = part.split(">")[0]
+        if batch not in ("-",) and not batch.startswith("+") and key == batch.split(">")[0]:
             return False
-        if op.target in LINEAR and letter not in ("k", "n") and not self._is_within(kind, op):
+        if op.target in LINEAR and key not in ("k", "n") and not self._is_within(kind, op):
             return False
         batch_first = (self.program.batch_size, sequence_length(self.program))
         for name, layout in zip(op.outs, strategy.outputs, strict=True):

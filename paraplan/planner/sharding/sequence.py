@@ -19,7 +19,7 @@ from paraplan.ir.machine.mesh import Partial, Placement, R, S, Shard, is_shardab
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.model.program import Program
 from paraplan.planner.constraints import CP_MODES
-from paraplan.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_letter, ring_choices
+from paraplan.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_dim, ring_choices
 
 KEYS = {"gather": "s", "alltoall": "h", "ring": RING, "stripes": STRIPES}
 ATTENTION = ("paraplan.attention", "paraplan.attention_grad")
@@ -140,7 +140,7 @@ class _Walk:
         fitting = [
             choice
             for choice in axis_choices(dims)
-            if fits_letter(dims, choice.letter, self.size) and self._fits(graph, op, choice, have)
+            if fits_dim(dims, choice.dim, self.size) and self._fits(graph, op, choice, have)
         ]
         if not fitting:
             return None, whole

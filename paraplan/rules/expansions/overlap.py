@@ -23,27 +23,27 @@ from dataclasses import dataclass, replace
 
 from paraplan.ir.machine.mesh import S
 from paraplan.ir.model.graph import Op
-from paraplan.rules.choices import AxisChoice, shard_letter
+from paraplan.rules.choices import AxisChoice, shard_dim
 from paraplan.rules.dims import OpDims
 
 GATHER, SCATTER = "gather", "scatter"
 PRODUCTS = {"paraplan.linear": ("n", "k"), "paraplan.linear_grad_input": ("k", "n")}
-"""Ops that can, with the letters of their results' columns and of what they contract."""
+"""Ops that can, with the dims of their results' columns and of what they contract."""
 _KEY = re.compile(rf"({GATHER}|{SCATTER})\.([a-z])\.(\d+)$")
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a key says: which collective, over the rows of which letter, in how many pieces."""
+    """What a key says: which collective, over the rows of which dim, in how many pieces."""
 
     collective: str
-    letter: str
+    dim: str
     count: int
 
     @property
     def key(self) -> str:
         """The text."""
-        return f"{self.collective}.{self.letter}.{self.count}"
+        return f"{self.collective}.{self.dim}.{self.count}"
 
 
 def parse_pieces(key: str) -> Pieces | None:
@@ -53,18 +53,24 @@ def parse_pieces(key: str) -> Pieces | None:
 
 
 def pieces_choice(op: Op, dims: OpDims, key: str, axis_size: int) -> AxisChoice | None:
-    """What an op with such a key does along an axis; None where it cannot."""
+    """What an op with such a key does along an axis; None where it cannot.
+
+    Args:
+        op, dims: the op and its named dims.
+        key: a strategy's along the axis, without the reduction.
+        axis_size: ranks; 1 asks for what the key says, whatever divides.
+    """
     pieces = parse_pieces(key)
-    if pieces is None or op.target not in PRODUCTS or pieces.letter not in dims.inputs[0][:-1]:
+    if pieces is None or op.target not in PRODUCTS or pieces.dim not in dims.inputs[0][:-1]:
         return None
-    if pieces.count < 2 or dims.sizes[pieces.letter] % (axis_size * pieces.count):
+    if pieces.count < 2 or dims.sizes[pieces.dim] % (axis_size * pieces.count):
         return None
     columns, contracted = PRODUCTS[op.target]
-    letter = columns if pieces.collective == GATHER else contracted
-    plain = shard_letter(dims, letter)
-    if plain is None or dims.sizes[letter] % axis_size:
+    dim = columns if pieces.collective == GATHER else contracted
+    plain = shard_dim(dims, dim)
+    if plain is None or dims.sizes[dim] % axis_size:
         return None
-    rows = S(dims.inputs[0].index(pieces.letter))
+    rows = S(dims.inputs[0].index(pieces.dim))
     if pieces.collective == GATHER:
-        return replace(plain, key=key, inputs=(rows, *plain.inputs[1:]), letter="")
-    return replace(plain, key=key, outputs=(rows,), letter="")
+        return replace(plain, key=key, inputs=(rows, *plain.inputs[1:]), dim="")
+    return replace(plain, key=key, outputs=(rows,), dim="")

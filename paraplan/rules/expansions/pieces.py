@@ -8,7 +8,7 @@ from paraplan.ir.execution.rank_program import ROOM
 from paraplan.ir.machine.collectives import ALL_GATHER, REDUCE_SCATTER
 from paraplan.ir.model.graph import Arg, Graph, Op
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.rules.dims import LocalContext, letters
+from paraplan.rules.dims import LocalContext, dim_names
 from paraplan.rules.expansions.overlap import GATHER, Pieces, parse_pieces
 from paraplan.rules.expansions.ring import Steps
 
@@ -22,8 +22,8 @@ def product_in_pieces(op: Op, context: LocalContext, axis: int) -> Graph:
 
 
 def _row_dim(pieces: Pieces) -> int:
-    """The dim that the rows' letter stands for."""
-    return letters(24, skip="kn").index(pieces.letter)
+    """The position of the rows' dim in the first input's shape."""
+    return dim_names(24, skip="kn").index(pieces.dim)
 
 
 def _weights(steps: Steps) -> tuple[Arg, ...]:

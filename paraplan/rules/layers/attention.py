@@ -15,26 +15,26 @@ from __future__ import annotations
 from paraplan.ir.machine.mesh import Shard
 from paraplan.ir.model.graph import Arg, Op
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.rules.dims import RING, STRIPES, WHOLE, Letters, LocalContext, OpDims, Ring, Specs, register, uneven
+from paraplan.rules.dims import RING, STRIPES, WHOLE, DimNames, LocalContext, OpDims, Ring, Specs, register, uneven
 from paraplan.rules.expansions.ring import ring_attention, ring_attention_grad
 from paraplan.rules.expansions.stripes import striped_attention, striped_attention_grad
 from paraplan.rules.workspace import attention_workspace
 
-_QUERY: Letters = ("b", "h", "s", WHOLE)
-_KEY: Letters = ("b", "h", "t", WHOLE)
-_STATS: Letters = ("b", "h", "s")
+_QUERY: DimNames = ("b", "h", "s", WHOLE)
+_KEY: DimNames = ("b", "h", "t", WHOLE)
+_STATS: DimNames = ("b", "h", "s")
 
 
-def _mask_letters(mask: TensorSpec, query: TensorSpec, key: TensorSpec) -> Letters:
-    """Letters of the dims in which a mask is not broadcast."""
+def _mask_dims(mask: TensorSpec, query: TensorSpec, key: TensorSpec) -> DimNames:
+    """The names of the dims in which a mask is not broadcast."""
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     pairs = zip(mask.shape, sizes[-len(mask.shape) :], "bhst"[-len(mask.shape) :], strict=True)
-    return tuple(letter if have == size and size > 1 else WHOLE for have, size, letter in pairs)
+    return tuple(dim if have == size and size > 1 else WHOLE for have, size, dim in pairs)
 
 
-def _extras(specs: Specs, query: TensorSpec, key: TensorSpec) -> list[Letters]:
-    """Letters of the mask and the seed, where they are."""
-    return [_mask_letters(spec, query, key) if spec.shape else () for spec in specs]
+def _extras(specs: Specs, query: TensorSpec, key: TensorSpec) -> list[DimNames]:
+    """Dim names of the mask and the seed, where they are."""
+    return [_mask_dims(spec, query, key) if spec.shape else () for spec in specs]
 
 
 def _grouped(query: TensorSpec, key: TensorSpec) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def _grouped(query: TensorSpec, key: TensorSpec) -> tuple[str, ...]:
     return () if query.shape[1] == key.shape[1] else ("h",)
 
 
-def _ring_inputs(dims: list[Letters]) -> tuple[str, ...]:
+def _ring_inputs(dims: list[DimNames]) -> tuple[str, ...]:
     """Queries and keys are sharded; a mask keeps all keys, for every block of them comes by."""
     return tuple("s" if "s" in names else "t" if names == _KEY else "" for names in dims)
 
@@ -94,12 +94,14 @@ def attention(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     expand=lambda op, ctx, axis: (striped_attention_grad if ctx.key == STRIPES else ring_attention_grad)(op, ctx, axis),
 )
 def attention_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`b h s _ (grad), q, k, v, mask, seed, out, lse -> dq, dk, dv, dmask`; what lacks a letter contracts it."""
+    """`b h s _ (grad), q, k, v, mask, seed, out, lse -> dq, dk, dv, dmask`; what lacks a dim contracts it."""
     query, key = inputs[1], inputs[2]
     extras = _extras(inputs[4:-2], query, key)
     dims = [_QUERY, _QUERY, _KEY, _KEY, *extras, _QUERY, _STATS]
     mask = next((names for names in extras if names), None)
-    outs = tuple(None if spec is None else dim for spec, dim in zip(outputs, (_QUERY, _KEY, _KEY, mask), strict=True))
+    outs = tuple(
+        None if spec is None else names for spec, names in zip(outputs, (_QUERY, _KEY, _KEY, mask), strict=True)
+    )
     sizes = {"b": query.shape[0], "h": key.shape[1], "s": query.shape[2], "t": key.shape[2]}
     onto = ("s", "t", "t", "s" if mask is not None and "s" in mask else "")
     ring = _ring(_ring_inputs(dims), onto, query, key, op.args[4] is None and bool(op.args[10]))

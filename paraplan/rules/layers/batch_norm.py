@@ -8,16 +8,16 @@ Along the microbatch axis nothing can be reduced in time, so a training batch no
 from __future__ import annotations
 
 from paraplan.ir.model.graph import Op
-from paraplan.rules.dims import WHOLE, Letters, OpDims, Specs, register
+from paraplan.rules.dims import WHOLE, DimNames, OpDims, Specs, register
 from paraplan.rules.workspace import vision_workspace as workspace
 
-CHANNELS: Letters = ("c",)
+CHANNELS: DimNames = ("c",)
 
 
-def _dims(inputs: Specs) -> tuple[tuple[Letters, ...], dict[str, int]]:
+def _dims(inputs: Specs) -> tuple[tuple[DimNames, ...], dict[str, int]]:
     """Inputs of rank above one are `b c _ _`, the others per channel."""
     shape = inputs[0].shape
-    whole: Letters = ("b", "c", *(WHOLE,) * (len(shape) - 2))
+    whole: DimNames = ("b", "c", *(WHOLE,) * (len(shape) - 2))
     return tuple(CHANNELS if len(spec.shape) == 1 else whole for spec in inputs), {"b": shape[0], "c": shape[1]}
 
 

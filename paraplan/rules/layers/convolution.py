@@ -8,13 +8,13 @@ its own number of groups is an argument.
 from __future__ import annotations
 
 from paraplan.ir.model.graph import Arg, Op
-from paraplan.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, register
+from paraplan.rules.dims import WHOLE, DimNames, LocalContext, OpDims, Specs, register
 from paraplan.rules.workspace import vision_workspace as workspace
 
 GROUPS, TRANSPOSED = -1, -3  # positions in the arguments of all three ops
 
 
-def _names(op: Op, space: int) -> tuple[Letters, Letters, Letters]:
+def _names(op: Op, space: int) -> tuple[DimNames, DimNames, DimNames]:
     """Dims of (input, weight, result)."""
     whole = (WHOLE,) * space
     if op.args[GROUPS] != 1:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from paraplan.ir.model.graph import Op
-from paraplan.rules.dims import WHOLE, OpDims, Specs, letters, register, sizes_of, uneven
+from paraplan.rules.dims import WHOLE, OpDims, Specs, dim_names, register, sizes_of, uneven
 
 
 @register("paraplan.rotary", strides="elementwise")
 def rotary(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
-    """`a b s _, a b s _, a b s _ -> a b s _`, a dim of 1 in cosines and sines having no letter; linear in x."""
+    """`a b s _, a b s _, a b s _ -> a b s _`, a dim of 1 in cosines and sines having no name; linear in x."""
     shape = inputs[0].shape
-    names = (*letters(len(shape) - 1), WHOLE)
+    names = (*dim_names(len(shape) - 1), WHOLE)
     given = tuple(
         tuple(name if size == whole else WHOLE for name, size, whole in zip(names, spec.shape, shape, strict=True))
         for spec in inputs
@@ -19,7 +19,7 @@ def rotary(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 
 def _alike(inputs: Specs, outputs: Specs, linear: int) -> OpDims:
-    names = letters(len(inputs[0].shape))
+    names = dim_names(len(inputs[0].shape))
     sizes = sizes_of((names, inputs[0].shape))
     return uneven(OpDims((names,) * len(inputs), (names,) * len(outputs), sizes, linear=((linear,),)))
 

@@ -13,12 +13,12 @@ from paraplan.ir.model.graph import Arg, Op
 from paraplan.rules.dims import (
     ROUTING,
     WHOLE,
-    Letters,
+    DimNames,
     LocalContext,
     OpDims,
     Ring,
     Specs,
-    letters,
+    dim_names,
     register,
     sizes_of,
 )
@@ -26,9 +26,9 @@ from paraplan.rules.expansions.route import route_experts, route_experts_grad
 from paraplan.rules.layers.lookup import start_and_size
 from paraplan.rules.workspace import expert_workspace as workspace
 
-_TOKENS: Letters = ("t", WHOLE)
-_IN: Letters = ("e", WHOLE, "f", WHOLE)
-_OUT: Letters = ("e", "n", "f")
+_TOKENS: DimNames = ("t", WHOLE)
+_IN: DimNames = ("e", WHOLE, "f", WHOLE)
+_OUT: DimNames = ("e", "n", "f")
 
 
 def _start(args: tuple[Arg, ...], ctx: LocalContext, position: int, spec: int, dim: int) -> tuple[Arg, ...]:
@@ -75,7 +75,7 @@ def experts_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     outs = tuple(
         None if spec is None else names for spec, names in zip(outputs, (_TOKENS, _TOKENS, _IN, _OUT), strict=True)
     )
-    lie = tuple(None if spec is None else letter for spec, letter in zip(outputs, "ttee", strict=True))
+    lie = tuple(None if spec is None else dim for spec, dim in zip(outputs, "ttee", strict=True))
     route = _route(lie, sizes["t"], sizes["e"], 1)
     return OpDims(dims, outs, sizes, dict.fromkeys("tefn", "sum"), ((0,),), ring=route)
 
@@ -87,7 +87,7 @@ def experts_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 )
 def embedding_tables(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`t v h, a t -> a t h`, v contracted."""
-    ids = (*letters(len(inputs[1].shape) - 1, skip="tvh"), "t")
+    ids = (*dim_names(len(inputs[1].shape) - 1, skip="tvh"), "t")
     sizes = sizes_of((("t", "v", "h"), inputs[0].shape), (ids, inputs[1].shape))
     return OpDims((("t", "v", "h"), ids), ((*ids, "h"),), sizes, {"v": "sum"}, ((0,),))
 
@@ -102,6 +102,6 @@ def _grad_local(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
 @register("paraplan.embedding_tables_grad", localise=_grad_local, workspace=workspace.embedding_tables_grad)
 def embedding_tables_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a t h, a t -> t v h`: positions contracted."""
-    lead = letters(len(inputs[1].shape) - 1, skip="tvh")
+    lead = dim_names(len(inputs[1].shape) - 1, skip="tvh")
     sizes = sizes_of((("t", "v", "h"), outputs[0].shape), ((*lead, "t"), inputs[1].shape))
     return OpDims(((*lead, "t", "h"), (*lead, "t")), (("t", "v", "h"),), sizes, dict.fromkeys(lead, "sum"), ((0,),))

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from paraplan.ir.execution.rank_program import LocalValue
 from paraplan.ir.model.graph import Arg, Op
-from paraplan.rules.dims import OpDims, Specs, letters, register, sizes_of, uneven
+from paraplan.rules.dims import OpDims, Specs, dim_names, register, sizes_of, uneven
 from paraplan.rules.workspace.workspace import Values
 
 ALIGNED = 16
@@ -33,7 +33,7 @@ def _scale_workspace(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> 
 @register("paraplan.float8_scale", workspace=_scale_workspace)
 def scale(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b -> `, a maximum of magnitudes: zeros are neutral."""
-    names = letters(len(inputs[0].shape))
+    names = dim_names(len(inputs[0].shape))
     sizes = sizes_of((names, inputs[0].shape))
     return uneven(OpDims((names,), ((),), sizes, dict.fromkeys(names, "max"), apart=True))
 
@@ -41,14 +41,14 @@ def scale(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("paraplan.float8_cast")
 def cast(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b,  -> a b`."""
-    names = letters(len(inputs[0].shape))
+    names = dim_names(len(inputs[0].shape))
     return uneven(OpDims((names, ()), (names,), sizes_of((names, inputs[0].shape))))
 
 
 @register("paraplan.float8_cast_both")
 def cast_both(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b k,  -> a b k, k a b`."""
-    names = letters(len(inputs[0].shape))
+    names = dim_names(len(inputs[0].shape))
     return uneven(OpDims((names, ()), (names, (names[-1], *names[:-1])), sizes_of((names, inputs[0].shape))))
 
 
@@ -101,21 +101,21 @@ def _dims(
 @register("paraplan.float8_linear", workspace=_linear_workspace)
 def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b k, n k, , -> a b n`."""
-    leads = letters(len(inputs[0].shape) - 1, skip="kn")
+    leads = dim_names(len(inputs[0].shape) - 1, skip="kn")
     return _dims((*leads, "k"), _weight(op), (*leads, "n"), inputs, leads, ("k",))
 
 
 @register("paraplan.float8_linear_grad_input", workspace=_grad_input_workspace)
 def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b n, n k, , -> a b k`."""
-    leads = letters(len(inputs[0].shape) - 1, skip="kn")
+    leads = dim_names(len(inputs[0].shape) - 1, skip="kn")
     return _dims((*leads, "n"), _weight(op), (*leads, "k"), inputs, leads, ("n",))
 
 
 @register("paraplan.float8_linear_grad_weight", workspace=_grad_weight_workspace)
 def linear_grad_weight(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`n a b, k a b, , -> n k`: of transposes, all but their first dims contracted."""
-    leads = letters(len(inputs[0].shape) - 1, skip="kn")
+    leads = dim_names(len(inputs[0].shape) - 1, skip="kn")
     return _dims(("n", *leads), ("k", *leads), _weight(op), inputs, leads, leads)
 
 

@@ -14,7 +14,7 @@ from paraplan.rules.dims import (
     LocalContext,
     OpDims,
     Specs,
-    letters,
+    dim_names,
     place_of_dim,
     register,
     replicated,
@@ -46,7 +46,7 @@ def start_and_size(args: tuple[Arg, ...], ctx: LocalContext, position: int, dim:
 )
 def embedding(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`v h, a b -> a b h`, v contracted."""
-    ids = letters(len(inputs[1].shape), skip="vh")
+    ids = dim_names(len(inputs[1].shape), skip="vh")
     sizes = sizes_of((("v", "h"), inputs[0].shape), (ids, inputs[1].shape))
     dims = OpDims(
         (("v", "h"), ids), ((*ids, "h"),), sizes, {"v": "sum"}, ((0,),), fills={"v": ()} | dict.fromkeys(ids, ((1, 0),))
@@ -62,14 +62,14 @@ def _grad_local(args: tuple[Arg, ...], ctx: LocalContext) -> tuple[Arg, ...]:
 @register("paraplan.embedding_grad", localise=_grad_local, workspace=workspace.embedding_grad)
 def embedding_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b h, a b -> v h`: positions contracted; each rank may hold its own rows."""
-    ids = letters(len(inputs[1].shape), skip="vh")
+    ids = dim_names(len(inputs[1].shape), skip="vh")
     sizes = sizes_of((("v", "h"), outputs[0].shape), (ids, inputs[1].shape))
     return uneven(OpDims(((*ids, "h"), ids), (("v", "h"),), sizes, dict.fromkeys(ids, "sum"), ((0,),)))
 
 
 def _rows(inputs: Specs, logits: int) -> tuple[tuple[str, ...], dict[str, int]]:
     shape = inputs[logits].shape
-    rows = letters(len(shape) - 1, skip="v")
+    rows = dim_names(len(shape) - 1, skip="v")
     return rows, sizes_of(((*rows, "v"), shape))
 
 
@@ -111,7 +111,7 @@ def ce_target(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("paraplan.ce_loss", workspace=workspace.ce_loss)
 def ce_loss(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b, a b, a b, a b -> `: the sum over positions; padded ones are ignored labels."""
-    rows = letters(len(inputs[0].shape))
+    rows = dim_names(len(inputs[0].shape))
     fills: dict[str, tuple[tuple[int, float], ...]] = dict.fromkeys(rows, ((3, int(op.args[4])),))
     return uneven(
         OpDims((rows,) * 4, ((),), sizes_of((rows, inputs[0].shape)), dict.fromkeys(rows, "sum"), fills=fills)
@@ -138,7 +138,7 @@ def gather(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     names = tuple(
         WHOLE if index == dim or size != other else name
         for index, (name, size, other) in enumerate(
-            zip(letters(len(inputs[0].shape)), inputs[0].shape, inputs[1].shape, strict=True)
+            zip(dim_names(len(inputs[0].shape)), inputs[0].shape, inputs[1].shape, strict=True)
         )
     )
     return OpDims((names, names), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paraplan.ir.model.graph import Arg, Op
-from paraplan.rules.dims import WHOLE, Letters, LocalContext, OpDims, Specs, letters, register, sizes_of, uneven
+from paraplan.rules.dims import WHOLE, DimNames, LocalContext, OpDims, Specs, dim_names, register, sizes_of, uneven
 from paraplan.rules.workspace import norm_workspace
 from paraplan.rules.workspace import vision_workspace as workspace
 
 
-def _split(shape: tuple[int, ...], normalised: int) -> tuple[Letters, Letters]:
-    lead = letters(len(shape) - normalised)
+def _split(shape: tuple[int, ...], normalised: int) -> tuple[DimNames, DimNames]:
+    lead = dim_names(len(shape) - normalised)
     return (*lead, *(WHOLE,) * normalised), (*lead, *(WHOLE,) * normalised)
 
 
@@ -27,7 +27,7 @@ def _backward(inputs: Specs, outputs: Specs, normalised: int, rows: int) -> OpDi
     """Of the inputs the first `rows` have rows. Gradients of weight and bias contract these; all are linear in the
     gradient."""
     names, _ = _split(inputs[0].shape, normalised)
-    affine: Letters = (WHOLE,) * normalised
+    affine: DimNames = (WHOLE,) * normalised
     outs = tuple(None if spec is None else (names if index == 0 else affine) for index, spec in enumerate(outputs))
     lead = names[: len(names) - normalised] if any(spec is not None for spec in outputs[1:]) else ()
     given = (*(names,) * rows, *(affine,) * (len(inputs) - rows))
@@ -58,7 +58,7 @@ def rms_norm_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return _backward(inputs, outputs, int(op.args[2]), 3)
 
 
-def _group_affine(count: int) -> tuple[Letters, ...]:
+def _group_affine(count: int) -> tuple[DimNames, ...]:
     return (("g",),) * count
 
 
@@ -79,7 +79,7 @@ def _local_groups(position: int, x: int) -> Callable[[tuple[Arg, ...], LocalCont
 @register("paraplan.group_norm", localise=_local_groups(3, 0), workspace=workspace.flat_copies)
 def group_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b g _ _[, g][, g] -> b g _ _, b g, b g`: channels are cut in whole groups."""
-    names: Letters = ("b", "g", *(WHOLE,) * (len(inputs[0].shape) - 2))
+    names: DimNames = ("b", "g", *(WHOLE,) * (len(inputs[0].shape) - 2))
     outs = tuple(None if spec is None else (names if index == 0 else ("b", "g")) for index, spec in enumerate(outputs))
     affine = _group_affine(len(inputs) - 1)
     return OpDims((names, *affine), outs, _group_sizes(int(op.args[3]), inputs[0].shape))
@@ -89,7 +89,7 @@ def group_norm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def group_norm_grad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`b g _ _, b g _ _, b g, b g[, g] -> b g _ _, g, g`: gradients of weight and bias contract the batch; all of them
     are linear in the gradient."""
-    names: Letters = ("b", "g", *(WHOLE,) * (len(inputs[0].shape) - 2))
+    names: DimNames = ("b", "g", *(WHOLE,) * (len(inputs[0].shape) - 2))
     outs = tuple(None if spec is None else (names if index == 0 else ("g",)) for index, spec in enumerate(outputs))
     given = (names, names, ("b", "g"), ("b", "g"), *_group_affine(len(inputs) - 4))
     sizes = _group_sizes(int(op.args[5]), inputs[0].shape)

@@ -7,12 +7,12 @@ dim less.
 from __future__ import annotations
 
 from paraplan.ir.model.graph import Op
-from paraplan.rules.dims import WHOLE, Letters, OpDims, Specs, letters, register, sizes_of
+from paraplan.rules.dims import WHOLE, DimNames, OpDims, Specs, dim_names, register, sizes_of
 from paraplan.rules.workspace import vision_workspace as workspace
 
 
-def _planes(shape: tuple[int, ...], space: int) -> Letters:
-    return (*letters(len(shape) - space), *(WHOLE,) * space)
+def _planes(shape: tuple[int, ...], space: int) -> DimNames:
+    return (*dim_names(len(shape) - space), *(WHOLE,) * space)
 
 
 def _by_plane(inputs: Specs, outputs: Specs, space: int, linear: tuple[tuple[int, ...], ...]) -> OpDims:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from paraplan.ir.model.graph import Op
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.rules.dims import WHOLE, Letters, OpDims, Specs, letters, place_of_dim, register, replicated, sizes_of
+from paraplan.rules.dims import WHOLE, DimNames, OpDims, Specs, dim_names, place_of_dim, register, replicated, sizes_of
 from paraplan.rules.workspace import expert_workspace as workspace
 
 Shape = tuple[int, ...]
@@ -21,24 +21,24 @@ def _broadcast_shape(shapes: list[Shape]) -> Shape:
     return tuple(max(sizes) for sizes in zip(*padded, strict=True))
 
 
-def _aligned(shape: Shape, wanted: Shape, names: Letters) -> Letters:
-    """Letters of a tensor that broadcasts to `wanted`."""
+def _aligned(shape: Shape, wanted: Shape, names: DimNames) -> DimNames:
+    """Dim names of a tensor that broadcasts to `wanted`."""
     lead = len(wanted) - len(shape)
     return tuple(
         name if size == full else WHOLE for name, size, full in zip(names[lead:], shape, wanted[lead:], strict=True)
     )
 
 
-def _indexed(op: Op, source: TensorSpec, indices: Specs) -> tuple[Letters, Letters, list[Letters], Shape] | None:
-    """Letters of x, of x[indices], of each index, and the shape of x[indices]; None for masks."""
+def _indexed(op: Op, source: TensorSpec, indices: Specs) -> tuple[DimNames, DimNames, list[DimNames], Shape] | None:
+    """Dim names of x, of x[indices], of each index, and the shape of x[indices]; None for masks."""
     given = tuple(op.args[1])
     if any(spec.dtype in ("bool", "uint8") for spec in indices):
         return None
     rank = len(source.shape)
     at = [dim for dim, index in enumerate(given) if index is not None]
     shape = _broadcast_shape([spec.shape for spec in indices])
-    own = letters(rank)
-    positions = letters(len(shape), skip="".join(own))
+    own = dim_names(rank)
+    positions = dim_names(len(shape), skip="".join(own))
     names = tuple(WHOLE if dim in at else name for dim, name in enumerate(own))
     start = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
     kept = [dim for dim in range(rank) if dim not in at]
@@ -89,7 +89,7 @@ def index_select(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     if not shape:
         return replicated(inputs, outputs)
     dim = place_of_dim(op.args[1], shape)
-    own = letters(len(shape), skip="i")
+    own = dim_names(len(shape), skip="i")
     names = tuple(WHOLE if at == dim else name for at, name in enumerate(own))
     out = tuple("i" if at == dim else name for at, name in enumerate(own))
     return OpDims((names, ("i",)), (out,), sizes_of((out, outputs[0].shape)), {}, ((0,),))
@@ -102,17 +102,17 @@ def index_add(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     if not shape:
         return replicated(inputs, outputs)
     dim = place_of_dim(op.args[1], shape)
-    own = letters(len(shape), skip="i")
+    own = dim_names(len(shape), skip="i")
     names = tuple(WHOLE if at == dim else name for at, name in enumerate(own))
     source = tuple("i" if at == dim else name for at, name in enumerate(own))
     sizes = sizes_of((source, inputs[2].shape))
     return OpDims((names, ("i",), source), (names,), sizes, {"i": "sum"}, ((0, 2),), (0,))
 
 
-def _alike(inputs: Specs, dim: int) -> Letters:
-    """A letter for every dim but `dim` in which all inputs are of one size."""
+def _alike(inputs: Specs, dim: int) -> DimNames:
+    """A name for every dim but `dim` in which all inputs are of one size."""
     by_dim = [set(sizes) for sizes in zip(*(spec.shape for spec in inputs), strict=True)]
-    names = letters(len(by_dim), skip="z")
+    names = dim_names(len(by_dim), skip="z")
     return tuple(WHOLE if at == dim or len(by_dim[at]) > 1 else name for at, name in enumerate(names))
 
 
@@ -150,5 +150,5 @@ def histogram(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     bounded = op.target == "aten.histc.default" and len(op.args) > 3 and op.args[2] != op.args[3]
     if not bounded:
         return replicated(inputs, outputs)
-    names = letters(len(inputs[0].shape))
+    names = dim_names(len(inputs[0].shape))
     return OpDims((names,), ((WHOLE,),), sizes_of((names, inputs[0].shape)), dict.fromkeys(names, "sum"))

@@ -8,7 +8,7 @@ zeros.
 from __future__ import annotations
 
 from paraplan.ir.model.graph import Op
-from paraplan.rules.dims import WHOLE, OpDims, Specs, letters, register, sizes_of, uneven
+from paraplan.rules.dims import WHOLE, OpDims, Specs, dim_names, register, sizes_of, uneven
 from paraplan.rules.expansions.pieces import product_in_pieces
 from paraplan.rules.workspace import workspace
 
@@ -53,7 +53,7 @@ def bmm(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def batched_product(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`[a b m n,] a b m k, a b k n -> a b m n`; the first, which may be broadcast, is one of the addends."""
     *added, left, right = inputs
-    lead = letters(len(left.shape) - 2, skip="kmn")
+    lead = dim_names(len(left.shape) - 2, skip="kmn")
     a, b, out = (*lead, "m", "k"), (*lead, "k", "n"), (*lead, "m", "n")
     sizes = sizes_of((a, left.shape), (b, right.shape))
     if not added:
@@ -66,7 +66,7 @@ def batched_product(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("paraplan.mergeable", strides="view")
 def mergeable(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b -> a b`: a copy where the dims before the last two do not merge in a view."""
-    names = letters(len(inputs[0].shape))
+    names = dim_names(len(inputs[0].shape))
     return uneven(OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),)))
 
 
@@ -77,7 +77,7 @@ def _weight(transposed: bool) -> tuple[str, str]:
 @register("paraplan.linear", workspace=workspace.linear, expand=product_in_pieces)
 def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b k, n k[, n] -> a b n`."""
-    lead = letters(len(inputs[0].shape) - 1, skip="kn")
+    lead = dim_names(len(inputs[0].shape) - 1, skip="kn")
     weight = _weight(bool(op.args[3]))
     dims = ((*lead, "k"), weight) + ((("n",),) if len(inputs) == 3 else ())
     sizes = sizes_of((dims[0], inputs[0].shape), (weight, inputs[1].shape))
@@ -88,7 +88,7 @@ def linear(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("paraplan.linear_grad_input", workspace=workspace.linear_grad_input, expand=product_in_pieces)
 def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b n, n k -> a b k`."""
-    lead = letters(len(inputs[0].shape) - 1, skip="kn")
+    lead = dim_names(len(inputs[0].shape) - 1, skip="kn")
     weight = _weight(bool(op.args[2]))
     sizes = sizes_of(((*lead, "n"), inputs[0].shape), (weight, inputs[1].shape))
     return uneven(OpDims(((*lead, "n"), weight), ((*lead, "k"),), sizes, {"n": "sum"}, ((0,), (1,))))
@@ -97,7 +97,7 @@ def linear_grad_input(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("paraplan.linear_grad_weight", workspace=workspace.linear_grad_weight)
 def linear_grad_weight(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b n, a b k -> n k`: the leading dims are contracted."""
-    lead = letters(len(inputs[0].shape) - 1, skip="kn")
+    lead = dim_names(len(inputs[0].shape) - 1, skip="kn")
     sizes = sizes_of(((*lead, "n"), inputs[0].shape), ((*lead, "k"), inputs[1].shape))
     return uneven(
         OpDims(

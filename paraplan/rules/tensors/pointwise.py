@@ -1,4 +1,4 @@
-"""Elementwise ops: every dim of the output is a letter; a broadcast dim has none.
+"""Elementwise ops: every dim of the output has a name; a broadcast dim has none.
 
 Which inputs may be partial sums follows from linearity: a sum in all its addends together, a product in
 one factor at a time, a quotient in its numerator. Any dim may be uneven: padding makes padding.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paraplan.ir.model.graph import Op
-from paraplan.rules.dims import WHOLE, OpDims, Specs, letters, register, replicated, sizes_of, uneven
+from paraplan.rules.dims import WHOLE, OpDims, Specs, dim_names, register, replicated, sizes_of, uneven
 
 SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 PRODUCTS = ("aten.mul.Tensor",)
@@ -96,7 +96,7 @@ ROW_MAJOR = ("aten.pow.Scalar",)
 
 def _broadcast(inputs: Specs, outputs: Specs) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...], dict[str, int]]:
     shape = outputs[0].shape
-    names = letters(len(shape))
+    names = dim_names(len(shape))
     per_input = tuple(
         tuple(
             name if size == out else WHOLE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paraplan.ir.model.graph import Op
-from paraplan.rules.dims import WHOLE, Letters, OpDims, Specs, letters, place_of_dim, register, sizes_of, uneven
+from paraplan.rules.dims import WHOLE, DimNames, OpDims, Specs, dim_names, place_of_dim, register, sizes_of, uneven
 
 
 def _reduced(op: Op, rank: int) -> set[int]:
@@ -14,10 +14,10 @@ def _reduced(op: Op, rank: int) -> set[int]:
 
 
 def _reduction(op: Op, inputs: Specs, outputs: Specs, how: str) -> OpDims:
-    names = letters(len(inputs[0].shape))
+    names = dim_names(len(inputs[0].shape))
     gone = _reduced(op, len(names))
     if len(outputs[0].shape) == len(names):
-        out: Letters = tuple(WHOLE if index in gone else name for index, name in enumerate(names))
+        out: DimNames = tuple(WHOLE if index in gone else name for index, name in enumerate(names))
     else:
         out = tuple(name for index, name in enumerate(names) if index not in gone)
     contracted = {names[index]: how for index in sorted(gone) if names}
@@ -40,7 +40,7 @@ def amax(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def _along(op: Op, inputs: Specs, outputs: Specs, dim: int, linear: tuple[tuple[int, ...], ...]) -> OpDims:
     shape = outputs[0].shape
     names = tuple(
-        WHOLE if index == place_of_dim(dim, shape) else name for index, name in enumerate(letters(len(shape)))
+        WHOLE if index == place_of_dim(dim, shape) else name for index, name in enumerate(dim_names(len(shape)))
     )
     return uneven(OpDims((names,) * len(inputs), (names,), sizes_of((names, shape)), {}, linear))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from paraplan.ir.model.graph import Op
-from paraplan.rules.dims import WHOLE, OpDims, Specs, letters, place_of_dim, register, replicated, sizes_of
+from paraplan.rules.dims import WHOLE, OpDims, Specs, dim_names, place_of_dim, register, replicated, sizes_of
 
 
 def _along(inputs: Specs, outputs: Specs, dim: int) -> OpDims:
     shape = inputs[0].shape
     whole = place_of_dim(dim, shape)
-    names = tuple(WHOLE if at == whole else name for at, name in enumerate(letters(len(shape))))
+    names = tuple(WHOLE if at == whole else name for at, name in enumerate(dim_names(len(shape))))
     short = tuple(name for at, name in enumerate(names) if at != whole)
     outs = tuple(None if spec is None else (names if len(spec.shape) == len(shape) else short) for spec in outputs)
     return OpDims((names,), outs, sizes_of((names, shape)))
@@ -58,7 +58,7 @@ def amin(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     rank = len(inputs[0].shape)
     dims = tuple(op.args[1]) if len(op.args) > 1 else ()
     gone = {place_of_dim(dim, inputs[0].shape) for dim in dims} if dims else set(range(rank))
-    names = tuple(WHOLE if at in gone else name for at, name in enumerate(letters(rank)))
+    names = tuple(WHOLE if at in gone else name for at, name in enumerate(dim_names(rank)))
     kept = names if len(outputs[0].shape) == rank else tuple(name for at, name in enumerate(names) if at not in gone)
     return OpDims((names,), (kept,), sizes_of((names, inputs[0].shape)))
 
@@ -67,5 +67,5 @@ def amin(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 def triangle(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ _ -> a _ _`, linear."""
     rank = len(inputs[0].shape)
-    names = (*letters(rank - 2), WHOLE, WHOLE)
+    names = (*dim_names(rank - 2), WHOLE, WHOLE)
     return OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),))

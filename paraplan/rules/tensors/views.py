@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 
 from paraplan.ir.model.graph import Arg, Op
-from paraplan.rules.dims import WHOLE, LocalContext, OpDims, Specs, letters, place_of_dim, register, sizes_of, uneven
+from paraplan.rules.dims import WHOLE, LocalContext, OpDims, Specs, dim_names, place_of_dim, register, sizes_of, uneven
 
 
-def factor_letters(
+def factor_dims(
     source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int]]:
     """Named dims of a reshape.
@@ -23,11 +23,11 @@ def factor_letters(
     Args:
         source, target: shapes with equal products.
     Returns:
-        Letters of the source dims, of the target dims, and letter sizes (the leading factor's extent).
+        Names of the source's dims, of the target's dims, and the size of each named dim (the leading factor's extent).
     """
     left, right = [WHOLE] * len(source), [WHOLE] * len(target)
     sizes: dict[str, int] = {}
-    names = iter(letters(26))
+    names = iter(dim_names(26))
     i = j = 0
     while i < len(source) and j < len(target):
         if source[i] == 1:
@@ -61,7 +61,7 @@ def factor_letters(
 def view(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`(a x) b -> a (x b)` and the like."""
     source, target = inputs[0].shape, outputs[0].shape
-    left, right, sizes = factor_letters(source, target)
+    left, right, sizes = factor_dims(source, target)
     merged = [name for name, size in sizes.items() if not source[left.index(name)] == target[right.index(name)] == size]
     return uneven(OpDims((left,), (right,), sizes, {}, ((0,),)), *merged)
 
@@ -69,7 +69,7 @@ def view(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("aten.permute.default", strides="view")
 def permute(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a b c -> b c a`."""
-    names = letters(len(inputs[0].shape))
+    names = dim_names(len(inputs[0].shape))
     order = [int(dim) % len(names) for dim in op.args[1]]
     return uneven(
         OpDims((names,), (tuple(names[dim] for dim in order),), sizes_of((names, inputs[0].shape)), {}, ((0,),))
@@ -79,7 +79,7 @@ def permute(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 @register("aten.expand.default", strides="view", localise=lambda args, ctx: (args[0], ctx.local_outputs[0]))
 def expand(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`_ b -> a b`: a new or widened dim may be sharded, each rank widening to its share."""
-    names = letters(len(outputs[0].shape))
+    names = dim_names(len(outputs[0].shape))
     lead = len(names) - len(inputs[0].shape)
     left = tuple(
         name if size == out else WHOLE
@@ -89,7 +89,7 @@ def expand(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
 
 
 def _all_but(shape: tuple[int, ...], dim: int) -> tuple[str, ...]:
-    names = letters(len(shape))
+    names = dim_names(len(shape))
     return tuple(WHOLE if index == place_of_dim(dim, shape) else name for index, name in enumerate(names))
 
 
@@ -141,7 +141,7 @@ def constant_pad(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """Padded dims are whole; padding with zero is linear. The pads say which: (1, -1) shifts and keeps the size."""
     rank = len(inputs[0].shape)
     padded = {rank - 1 - index // 2 for index, pad in enumerate(op.args[1]) if pad != 0}
-    kept = tuple(WHOLE if dim in padded else name for dim, name in enumerate(letters(rank)))
+    kept = tuple(WHOLE if dim in padded else name for dim, name in enumerate(dim_names(rank)))
     zero = len(op.args) < 3 or op.args[2] == 0
     return uneven(OpDims((kept,), (kept,), sizes_of((kept, inputs[0].shape)), {}, ((0,),) if zero else ()))
 
@@ -150,7 +150,7 @@ def _reordered(dims: tuple[Arg, ...], inputs: Specs) -> OpDims:
     """Dims whose elements are reordered are whole."""
     rank = len(inputs[0].shape)
     moved = {place_of_dim(dim, inputs[0].shape) for dim in dims}
-    names = tuple(WHOLE if index in moved else name for index, name in enumerate(letters(rank)))
+    names = tuple(WHOLE if index in moved else name for index, name in enumerate(dim_names(rank)))
     return uneven(OpDims((names,), (names,), sizes_of((names, inputs[0].shape)), {}, ((0,),)))
 
 

@@ -51,7 +51,7 @@ def examples(target: str) -> tuple[tuple[Example, OpRule], ...]:
 
 
 @pytest.mark.parametrize("target", CASES)
-def test_every_letter_found_is_legal(target: str) -> None:
+def test_every_dim_found_is_legal(target: str) -> None:
     """The op with the rule found instead of the written one, sharded over 2 and 4, gives the whole op's results."""
     for example, rule in examples(target):
         ruled = msgspec.structs.replace(example.op, rule=rule)
@@ -65,15 +65,15 @@ def test_every_letter_found_is_legal(target: str) -> None:
 
 
 def ways(dims: OpDims | OpRule, shapes: tuple[tuple[int, ...], ...]) -> set[tuple[object, ...]]:
-    """Letters without their names: where each stands, and how it is reduced in the outputs without it."""
+    """Dims without their names: where each stands, and how it is reduced in the outputs without it."""
     found = set()
-    for letter, size in dims.sizes.items():
-        inside = tuple(names.index(letter) if letter in names else None for names in dims.inputs)
+    for dim, size in dims.sizes.items():
+        inside = tuple(names.index(dim) if dim in names else None for names in dims.inputs)
         outside = tuple(
-            None if names is None else names.index(letter) if letter in names else dims.contracted[letter]
+            None if names is None else names.index(dim) if dim in names else dims.contracted[dim]
             for names in dims.outputs
         )
-        if size > 1 and not any(dim is not None and shape[dim] == 1 for dim, shape in zip(inside, shapes, strict=True)):
+        if size > 1 and not any(at is not None and shape[at] == 1 for at, shape in zip(inside, shapes, strict=True)):
             found.add((inside, outside, size))
     return found
 
@@ -272,7 +272,7 @@ def test_the_gradient_of_a_segment_reduction_is_not_sharded_over_lengths() -> No
 def test_a_result_within_a_larger_storage_is_copied_and_counted() -> None:
     rule = op_rule("aten.col2im.default", (4, 18, 64), rest=((8, 8), (3, 3), (1, 1), (1, 1), (1, 1)), out=(4, 2, 8, 8))
     assert rule.lies == ("part",) and rule.sizes["a"] == 4
-    assert [(term.amount, term.letters) for term in rule.storages[0]] == [(4 * 18 * 64 * 4, ("a", "b"))]
+    assert [(term.amount, term.dims) for term in rule.storages[0]] == [(4 * 18 * 64 * 4, ("a", "b"))]
 
 
 def test_shards_that_are_the_whole_each_show_no_maximum() -> None:
@@ -288,7 +288,7 @@ def test_shards_that_are_the_whole_each_show_no_maximum() -> None:
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("shuffle", (8, 4, 4, 4), (8, 1, 8, 8)), ("unshuffle", (8, 1, 8, 8), (8, 4, 4, 4))]
 )
-def test_a_block_that_is_all_of_a_dim_somewhere_hides_no_other_letter(
+def test_a_block_that_is_all_of_a_dim_somewhere_hides_no_other_dim(
     name: str, before: tuple[int, ...], after: tuple[int, ...]
 ) -> None:
     values = {"x": TensorSpec("float64", before), "y": TensorSpec("float64", after)}

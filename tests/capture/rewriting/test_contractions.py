@@ -1,4 +1,4 @@
-"""Einsums rewritten: equal to torch's, with gradients; and which letters may be sharded afterwards."""
+"""Einsums rewritten: equal to torch's, with gradients; and which dims may be sharded afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_left_to_torch(equation: str, shapes: tuple[tuple[int, ...], ...
 
 
 class Combine(nn.Module):
-    """The way back from the experts, its letters named as in GShard's paper."""
+    """The way back from the experts, its subscripts named as in GShard's paper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Combine(nn.Module):
         return torch.einsum("gtec,egch->gth", mask, rows * self.scale).square().sum()
 
 
-def test_experts_lead_the_merged_dim_whatever_their_letter() -> None:
+def test_experts_lead_the_merged_dim_whatever_their_subscript() -> None:
     """Experts (4) and slots (3) are contracted as one dim of 12, which shards over the experts only where they lead."""
     program = capture(
         Combine(), {"mask": torch.rand(2, 5, 4, 3), "rows": torch.rand(4, 2, 3, 6)}, batch_dims={"rows": 1}
@@ -61,6 +61,6 @@ def test_experts_lead_the_merged_dim_whatever_their_letter() -> None:
     assert views
     for view in views:
         merged = graph.values[view.outs[0]].shape.index(12)  # type: ignore[index]
-        letter = dims_of(view, graph.values).outputs[0][merged]  # type: ignore[index]
-        assert dims_of(view, graph.values).sizes[letter] == 4
-        assert letter in {choice.letter for choice in axis_choices(dims_of(view, graph.values))}
+        dim = dims_of(view, graph.values).outputs[0][merged]  # type: ignore[index]
+        assert dims_of(view, graph.values).sizes[dim] == 4
+        assert dim in {choice.dim for choice in axis_choices(dims_of(view, graph.values))}

@@ -15,7 +15,7 @@ from paraplan.ir.plan import Plan, Split
 from paraplan.ir.struct import from_json, to_json
 from paraplan.lowering import lower
 from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable
-from paraplan.lowering.rewrites.chunks import Chunks, chunks_of, letters_of
+from paraplan.lowering.rewrites.chunks import Chunks, chunkable_dims, chunks_of
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
@@ -62,12 +62,12 @@ def analysed(plan: Plan, split: Split) -> Chunks:
 
 @pytest.mark.parametrize("pins", ["one", "tp", "dp"])
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("letter", ["a", "b"])
-def test_a_chunked_head_changes_nothing_and_never_holds_all_logits(plans, tiny_gpt2, pins, at_once, letter) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("dim", ["a", "b"])
+def test_a_chunked_head_changes_nothing_and_never_holds_all_logits(plans, tiny_gpt2, pins, at_once, dim) -> None:  # type: ignore[no-untyped-def]
     plan = plans[pins]
     op = logits_op(plan)
     again = () if at_once else plan.program.kinds[head_of(plan)].graph.ops[op].outs
-    split = with_split(plan, Split(op=op, letter=letter, chunks=2, at_once=at_once), head_of(plan), again)
+    split = with_split(plan, Split(op=op, dim=dim, chunks=2, at_once=at_once), head_of(plan), again)
     split = from_json(to_json(split), Plan, "plan", InvalidPlanError)
     programs = verify_plan(split)
     assert tiny_gpt2.worst_error(*run_plan(split, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9
@@ -95,7 +95,7 @@ def largest(program, plan: Plan, op: int) -> int:  # type: ignore[no-untyped-def
 def test_what_is_cut_follows_from_the_rules(plans) -> None:  # type: ignore[no-untyped-def]
     plan = plans["one"]
     kind, op = plan.program.kinds[head_of(plan)], logits_op(plan)
-    found = analysed(plan, Split(op=op, letter="a", chunks=4))
+    found = analysed(plan, Split(op=op, dim="a", chunks=4))
     for index, (each, choice) in enumerate(zip(kind.graph.ops, found.choices, strict=True)):
         whole = index < op or each.target in ("aten.constant_pad_nd.default", "aten.slice.Tensor")
         assert (choice is None) == whole, each.target
@@ -104,21 +104,21 @@ def test_what_is_cut_follows_from_the_rules(plans) -> None:  # type: ignore[no-u
     assert made["paraplan.linear_grad_weight"].outputs == (P,), "weights' gradients are sums over chunks"
 
 
-def test_a_letter_may_be_any_that_divides(plans) -> None:  # type: ignore[no-untyped-def]
+def test_a_dim_may_be_any_that_divides(plans) -> None:  # type: ignore[no-untyped-def]
     plan = plans["tp"]
     kind, op = plan.program.kinds[head_of(plan)], logits_op(plan)
     strategies = PlanBlocks(plan).routes[0].parts[0].forwards[len(plan.program.segments) - 1].strategies
-    assert {"a", "b"} <= set(letters_of(kind, op, 4, strategies, (1, 2)))
-    assert "b" not in letters_of(kind, op, 8, strategies, (1, 2)), "12 positions"
-    for letter, chunks, at in (("k", 2, op), ("b", 8, op), ("a", 1, op), ("a", 2, len(kind.graph.ops) - 1)):
+    assert {"a", "b"} <= set(chunkable_dims(kind, op, 4, strategies, (1, 2)))
+    assert "b" not in chunkable_dims(kind, op, 8, strategies, (1, 2)), "12 positions"
+    for dim, chunks, at in (("k", 2, op), ("b", 8, op), ("a", 1, op), ("a", 2, len(kind.graph.ops) - 1)):
         with pytest.raises(InvalidPlanError, match="cannot split"):
-            lower(with_split(plan, Split(op=at, letter=letter, chunks=chunks), head_of(plan)))
+            lower(with_split(plan, Split(op=at, dim=dim, chunks=chunks), head_of(plan)))
 
 
 def test_only_the_loss_is_differentiated_at_once(plans) -> None:  # type: ignore[no-untyped-def]
     plan = plans["one"]
     with pytest.raises(InvalidPlanError, match="numerators of the loss"):
-        lower(with_split(plan, Split(op=0, letter="a", chunks=2, at_once=True), plan.program.segments[1].kind))
+        lower(with_split(plan, Split(op=0, dim="a", chunks=2, at_once=True), plan.program.segments[1].kind))
 
 
 @pytest.mark.parametrize("pins", ["one", "tp", "dp"])
@@ -132,23 +132,23 @@ def test_every_op_of_every_kind_can_begin_a_run(plans, tiny_gpt2, pins) -> None:
         segment = next(i for i, s in enumerate(program.segments) if s.kind == kind)
         graph, strategies = program.kinds[kind].graph, parts.forwards[segment].strategies
         for op, each in enumerate(graph.ops):
-            letters = (
-                letters_of(program.kinds[kind], op, 2, strategies, extended) if each.phase is Phase.FORWARD else ()
+            dims = (
+                chunkable_dims(program.kinds[kind], op, 2, strategies, extended) if each.phase is Phase.FORWARD else ()
             )
-            for letter in letters:
-                if (each.target, letter) in tried or each.target.startswith("aten.view"):
+            for dim in dims:
+                if (each.target, dim) in tried or each.target.startswith("aten.view"):
                     continue
-                tried.add((each.target, letter))
+                tried.add((each.target, dim))
                 again = recomputable(program.kinds[kind]) if op % 2 else ()
-                split = with_split(plan, Split(op=op, letter=letter, chunks=2), kind, again)
+                split = with_split(plan, Split(op=op, dim=dim, chunks=2), kind, again)
                 results = run_plan(split, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)
-                assert tiny_gpt2.worst_error(*results) <= 1e-9, (kind, op, each.target, letter)
+                assert tiny_gpt2.worst_error(*results) <= 1e-9, (kind, op, each.target, dim)
     assert len(tried) > 12
 
 
 def test_the_simulator_foretells_a_chunked_step(plans) -> None:  # type: ignore[no-untyped-def]
     plan = plans["one"]
-    split = with_split(plan, Split(op=logits_op(plan), letter="a", chunks=4, at_once=True), head_of(plan))
+    split = with_split(plan, Split(op=logits_op(plan), dim="a", chunks=4, at_once=True), head_of(plan))
     programs = lower(split)
     assert simulate_plan(split, programs).step_s > simulate_plan(plan, lower(plan)).step_s, "more launches"
     build_modules(programs[0])

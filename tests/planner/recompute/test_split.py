@@ -56,7 +56,7 @@ def test_chunks_double_along_the_first_dim_that_divides(wide: Tiny) -> None:
     kind, seen = plan.program.segments[-1].kind, []
     split = finer(plan, kind, None)
     while split is not None:
-        seen.append((split.letter, split.chunks))
+        seen.append((split.dim, split.chunks))
         assert plan.program.kinds[kind].graph.ops[split.op].target == "paraplan.linear"
         split = finer(plan, kind, split)
     assert seen == [("a", 2), ("a", 4), ("a", 8), ("b", 16)]
