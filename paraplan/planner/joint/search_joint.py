@@ -56,7 +56,7 @@ FEWEST = 8
 """Combinations whose orders are simulated in any case."""
 ESTIMATED_SHARE = 0.55
 """Of the time limit, after which nothing else is estimated."""
-PROVED_SHARE = 0.15
+PROVED_SHARE = 0.2
 """Of the time limit, what a bound on all combinations may take at most, once the plan is found."""
 
 

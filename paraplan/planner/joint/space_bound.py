@@ -1,99 +1,117 @@
 """A lower bound on the step of every combination of a space: what its certificate says.
 
-Of a combination of pp positions and m microbatches, let a(x) be what a rank computes and waits for in one microbatch of
-the whole model under sharding x (`exposed`), and l(x) what its links are busy for. Positions share the work out, and
-position p idles while a first microbatch's forward comes to its lowest stage and a last one's backward goes on from it:
+Of a combination of pp positions and m microbatches, let y_i be what a microbatch of segment i takes of what is done in
+it at least (`relaxations`: computed, waited for, or busy links). Any order of a schedule and any cut into stages has
 
-    pp . step >= sum over p of (m . a_p(x) + idle_p)   and   pp . step >= m . l(x)
+    step >= m . y(p) + idle(p)          p: a position; y(p): of its segments; idle(p): a first microbatch's forward
+                                        comes to its lowest stage, a last one's backward goes on from it
+    step >= m / r . c / k               k: the most microbatches in flight at once in a stage 0, each while all segments
+                                        compute, c; r: groups of positions
 
-for any cut into stages and any order of a schedule. Before position p lie the stages of lower positions, of a segment
-each at least, whose backward counts where a schedule does not split it. Where a position has one stage and backwards
-are whole, m . a_p + (a_0 + ... + a_(p-1)) <= step for every p, hence
+so of all cuts the least is found: of one stage a position by filling positions from the first on up to a limit, which
+covers most; of several by what has to be together at least. And summed over positions,
 
-    step >= a(x) / (1 - (1 - 1/m)^pp)
+    pp . step >= work(x) + once(x) + again(x) + sum of idle(p)
+    pp . budget >= kept(x) + sum over segments of waiting(i) . saved_i(x)
 
-which no cut beats. Both are minimised over shardings by the relaxation of `step_bound`, under a row: what positions
-keep of parameters, gradients and states fits on them together. Work of a microbatch is priced at the most samples that
-any combination gives it. Kinds of stages are bounded in the order of what is known of them, the lowest first, until the
-lowest needs no more or time is up; whatever the time, the least of them is a bound.
+for the sharding x and what is recomputed: the least step that keeps the second is bounded at a price per byte, raised
+as long as that pays. In how many microbatches a segment waits (`in_flight`) depends on cuts, of which only those are
+looked at that may beat the best step known. Work of a microbatch is priced at the samples it has, and before that at
+the most samples of any combination. Combinations are refined in the order of what is known of them, the lowest first,
+until the lowest needs no more or time is up; whatever the time, the least of them is a bound.
 
-What a step does once (updates, reductions of what was accumulated, gathers ahead) counts beside a(x) in the first form.
 Left out, so that the bound holds whatever is done: reductions of gradients in every microbatch, messages between
-positions, activations. Assumed: an op takes no less time in total when its samples or its work are divided up further;
-the scope says so.
+positions, what calls hold for a moment. Assumed: an op takes no less time in total when its samples or its work are
+divided up further, and where positions have several stages, these are cut evenly but for one; the scope says so.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.ir.model.graph import Phase
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.cut_bounds import filled_s, shared_s
+from paraplan.planner.joint.in_flight import fullest, most_at_once, waiting
+from paraplan.planner.joint.relaxations import Activations, Position, Tangent, kept_bytes, next_price, segments_s
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.sharding.formulate import formulate, memory_rows, with_rows
-from paraplan.planner.sharding.network.cost_network import Network
-from paraplan.planner.sharding.proof.exposed import proof_network
-from paraplan.planner.sharding.proof.step_bound import best_point
+from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.sharding.solve import problem_of
-from paraplan.planner.sharding.space import Space
 from paraplan.rules.time_axis import program_micro
 
-NEAR = 0.03
+NEAR = 0.05
 """Of a step, how near the bound is near enough."""
+FEW = 2
+"""Microbatches a position below which schedules are bounded by how many are in flight."""
 EACH_S = 3.0
 """Seconds for one relaxation."""
+PRICES = 6
+"""Prices per byte that are tried for a combination at most."""
+FILLED = 4
+"""Microbatches a position of which a schedule's orders are looked at: it has as many in flight in more."""
 
-Position = Callable[[Combination], tuple[Job, Constraints, Mesh]]
-
-
-@dataclass
-class Way:
-    """Combinations whose positions are sharded alike: of the same inner axes.
-
-    Attributes:
-        listed: the combinations.
-        samples: of each, those of a microbatch on a rank of the batch.
-        relaxed: what its relaxation says, without memory; None where it has not been solved.
-        within: per positions, likewise with what they may keep.
-    """
-
-    listed: list[Combination] = field(default_factory=list)
-    samples: list[float] = field(default_factory=list)
-    relaxed: Relaxed | None = None
-    within: dict[int, Relaxed] = field(default_factory=dict)
+Where = Callable[[Combination], tuple[Job, Constraints, Mesh]]
 
 
 @dataclass(frozen=True)
-class Relaxed:
-    """A relaxation of a whole step's work on one position.
+class Least:
+    """What a microbatch takes at least.
 
     Attributes:
-        positions: among which the work is shared out.
-        busy, links: the weights of what a rank does, and of its links; their sum is 1.
-        least_s: no sharding comes to less under these weights.
-        forward_s, backward_s: per segment, of a sample's microbatch, at least.
+        samples: it has on a rank of the batch.
+        whole_s: in all segments together, of what is done in each.
+        each_s: per segment.
+        forward_s, backward_s: per segment, what is computed.
+        round_s: per segment, what is computed in the forward, and in the backward for the gradient that is handed on.
+        computed: the weight of what is computed in `whole_s`.
+        position: where it was relaxed, with `by` times the samples; None where it was not.
     """
 
-    positions: int
-    busy: float
-    links: float
-    least_s: float
+    samples: float
+    whole_s: float
+    each_s: tuple[float, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    round_s: tuple[float, ...]
+    computed: float = 1.0
+    position: Position | None = None
+    by: float = 1.0
 
-    def step_s(self, fill: float) -> float:
-        """The bound where what a rank does is so many times longer in a step than it is busy."""
-        return self.least_s / (self.busy / fill + self.links) / self.positions
+    def scaled(self, samples: float) -> Least:
+        """With fewer samples, which take no less each."""
+        by = samples / self.samples
+
+        def less(seconds: Sequence[float]) -> tuple[float, ...]:
+            return tuple(each * by for each in seconds)
+
+        return Least(
+            samples=samples,
+            whole_s=self.whole_s * by,
+            each_s=less(self.each_s),
+            forward_s=less(self.forward_s),
+            backward_s=less(self.backward_s),
+            round_s=less(self.round_s),
+            computed=self.computed,
+            position=self.position,
+            by=self.by * by,
+        )
+
+
+@dataclass(frozen=True)
+class Flying:
+    """Microbatches whose backward is to come (see `in_flight`): per stage where its position has most of them, and the
+    most at once of the first stage."""
+
+    fullest: tuple[int, ...]
+    at_once: int
 
 
 class SpaceBound:
@@ -111,10 +129,13 @@ class SpaceBound:
         job: Job,
         constraints: Constraints,
         budget: int,
-        position: Position,
+        position: Where,
         way: Callable[[Combination], tuple[object, float]],
     ) -> None:
-        self.job, self.constraints, self.budget, self.position, self.way = job, constraints, budget, position, way
+        self.job, self.constraints, self.budget, self.where, self.way = job, constraints, budget, position, way
+        self._positions: dict[object, Position | None] = {}
+        self._least: dict[object, Least] = {}
+        self._flying: dict[object, Flying | None] = {}
 
     def bound_s(self, listed: Sequence[Combination], best_s: float, stop: float) -> float:
         """No combination has a shorter step.
@@ -128,117 +149,181 @@ class SpaceBound:
         """
         if program_micro(self.job.program, max(each.microbatches for each in listed)).has_tail:
             return 0.0  # what runs once on the whole batch has no part in a microbatch
-        ways: dict[object, Way] = {}
-        for combination in listed:
-            key, samples = self.way(combination)
-            ways.setdefault(key, Way()).listed.append(combination)
-            ways[key].samples.append(samples)
-        undivided = self._undivided(max(max(way.samples) for way in ways.values()))
+        ways: dict[object, list[tuple[float, Combination]]] = {}
+        for each in listed:
+            way, samples = self.way(each)
+            ways.setdefault(way, []).append((samples, each))
+        largest = {way: max(found, key=lambda pair: (pair[0], pair[1].pp))[1] for way, found in ways.items()}
+        alike = {self.way(each): each for each in sorted(listed, key=lambda each: each.pp)}
+        undivided = self._undivided(max(samples for found in ways.values() for samples, _ in found))
+
+        def like(each: Combination, other: Combination) -> Least:
+            return self._like(each, other) or undivided(each)
+
+        def at_most(each: Combination) -> float:
+            return self._relaxed_s(each, like(each, largest[self.way(each)[0]]), best_s)
+
+        def own(each: Combination) -> float:
+            return self._relaxed_s(each, like(each, alike[self.way(each)]), best_s)
+
+        def within(each: Combination) -> float:
+            return self._fitting_s(each, like(each, alike[self.way(each)]), best_s)
+
+        steps = (at_most, own, within)
+        queue = [(self.combination_s(each, undivided(each)), number, 0) for number, each in enumerate(listed)]
+        heapq.heapify(queue)
         while True:
-            least_s, way, pp = min(
-                (
-                    (self._least_s(way, pp, undivided), way, pp)
-                    for way in ways.values()
-                    for pp in {each.pp for each in way.listed}
-                ),
-                key=lambda each: each[0],
-            )
-            if least_s >= (1 - NEAR) * best_s or pp in way.within or time.perf_counter() > stop:
+            least_s, number, level = queue[0]
+            if least_s >= (1 - NEAR) * best_s or level == len(steps) or time.perf_counter() > stop:
                 return least_s
-            if way.relaxed is None:
-                way.relaxed = self._relaxed(way, None, undivided)
-            else:
-                way.within[pp] = self._relaxed(way, pp, undivided)
+            found_s = max(least_s, steps[level](listed[number]))
+            heapq.heapreplace(queue, (found_s, number, level + 1))
 
-    def _least_s(self, way: Way, pp: int, undivided: Relaxed) -> float:
-        """What is known of the combinations of a way on so many positions."""
-        filled = way.relaxed or undivided
-        known = way.within.get(pp, filled)
-        return min(
-            self._combination_s(combination, samples, known, filled)
-            for combination, samples in zip(way.listed, way.samples, strict=True)
-            if combination.pp == pp
-        )
+    def combination_s(self, combination: Combination, least: Least) -> float:
+        """The bound of a combination by what its microbatches take."""
+        pp, m, replicas = combination.pp, combination.microbatches, NAMED[combination.schedule].num_replicas
+        found_s = m * least.whole_s / pp + self._idle_s(combination, least)
+        if replicas > 1:
+            return found_s
+        if combination.each > 1:
+            return max(found_s, m * shared_s(least.each_s, pp))
+        return max(found_s, filled_s(least.each_s, _passing_s(combination, least), pp, m))
 
-    def _combination_s(self, combination: Combination, samples: float, known: Relaxed, filled: Relaxed) -> float:
-        """The bound of a combination: by idle positions, and by what fills them, in which nothing counts that is done
-        once."""
-        pp, m, named = combination.pp, combination.microbatches, NAMED[combination.schedule]
-        splits, replicas = named.splits, named.num_replicas
-        lowest = [min(p, pp - 1 - p) if replicas > 1 else p for p in range(pp)]
-        whole = known.forward_s if splits else [f + b for f, b in zip(known.forward_s, known.backward_s, strict=True)]
-        idle_s = sum(sum(whole[:stage]) for stage in lowest) * samples / pp
-        found = known.step_s(1.0) + idle_s
-        if combination.each == 1 and replicas == 1 and not splits:
-            found = max(found, filled.step_s(pp / m / (1 - (1 - 1 / m) ** pp)))
-        return found
+    def _rounds_s(self, combination: Combination, least: Least) -> float:
+        """The bound of a combination by how long a microbatch is in flight, at most so many at once; infinite where its
+        schedule does not exist. Of schedules with few microbatches, or few in flight: of others it says little."""
+        count, replicas = combination.microbatches, NAMED[combination.schedule].num_replicas
+        if replicas == 1 and count >= FEW * combination.pp:
+            return 0.0
+        flying = self.flying(combination)
+        return math.inf if flying is None else count // replicas * sum(least.round_s) / flying.at_once
 
-    def _undivided(self, samples: float) -> Relaxed:
-        """What the whole batch takes on one device, shared out over all: no division of ops makes it less."""
+    def _idle_s(self, combination: Combination, least: Least) -> float:
+        """What positions are idle for, on the average: before the lowest stage of each lies a segment a stage at least,
+        which a first microbatch passes, and a last where backwards are whole."""
+        pp, passing = combination.pp, _passing_s(combination, least)
+        both = NAMED[combination.schedule].num_replicas > 1
+        lowest = [min(p, pp - 1 - p) if both else p for p in range(pp)]
+        return sum(sum(passing[:stage]) for stage in lowest) / pp
+
+    def flying(self, combination: Combination) -> Flying | None:
+        """How many microbatches are in flight in a combination; None where its schedule does not exist."""
+        name, pp, each, count = combination.schedule, combination.pp, combination.each, combination.microbatches
+        few = count if name == "gpipe" else min(count, FILLED * pp)
+        if (name, pp, each, few) not in self._flying:
+            try:
+                orders = named_orders(name, pp, few, each)
+                self._flying[name, pp, each, few] = Flying(fullest(orders), most_at_once(orders))
+            except ConstraintError:
+                self._flying[name, pp, each, few] = None
+        return self._flying[name, pp, each, few]
+
+    def _relaxed_s(self, combination: Combination, least: Least, best_s: float) -> float:
+        """The bound of a combination by what its microbatches take, and recompute to fit beside what parameters keep
+        where all are sharded as far as can be."""
+        found_s = max(self.combination_s(combination, least), self._rounds_s(combination, least))
+        if least.position is None or found_s >= (1 - NEAR) * best_s:
+            return found_s
+        counts = self._waiting(combination, least, best_s)
+        if counts is None:
+            return max(found_s, best_s)
+        pp, m = combination.pp, combination.microbatches
+        kept = 0.0 if self.constraints.state_tiers else kept_bytes(self.job, m > 1) * pp / self.job.cluster.num_devices
+        room = self.budget * pp - NAMED[combination.schedule].num_replicas * kept
+        activations = Activations(least.position, counts, m, least.by)
+        price = activations.price_of(least.computed, room)
+        again_s = max(activations.least(least.computed, price)[0] - price * max(room, 0.0), 0.0)
+        return max(found_s, (m * least.whole_s + again_s) / pp + self._idle_s(combination, least))
+
+    def _waiting(self, combination: Combination, least: Least, best_s: float) -> list[float] | None:
+        """Per kind, in how many microbatches its instances wait at least, of cuts that may beat the best step; None
+        where there are none."""
+        counts = [0.0] * len(self.job.program.kinds)
+        if self.constraints.tiers:
+            return counts
+        flying = self.flying(combination)
+        if flying is None:
+            return None
+        is_cut_freely = combination.each == 1 and NAMED[combination.schedule].num_replicas == 1
+        limit_s = best_s / combination.microbatches if is_cut_freely else None
+        waits = waiting(flying.fullest, least.each_s, limit_s)
+        for segment, count in zip(self.job.program.segments, waits or (), strict=waits is not None):
+            counts[segment.kind] += count
+        return None if waits is None else counts
+
+    def _fitting_s(self, combination: Combination, least: Least, best_s: float) -> float:
+        """The bound of a combination within what devices may hold, of cuts that may beat the best step."""
+        position, counts = self._position(combination), self._waiting(combination, least, best_s)
+        if position is None:
+            return 0.0
+        if counts is None:
+            return best_s
+        pp, replicas = combination.pp, NAMED[combination.schedule].num_replicas
+        activations = Activations(position, counts, combination.microbatches)
+        idle_s, room = self._idle_s(combination, least), float(self.budget * pp)
+        tangents: list[Tangent] = []
+        price: float | None = 0.0
+        while price is not None and len(tangents) < PRICES:
+            kept = position.kept(price * replicas)
+            if kept is None:
+                break
+            again_s, waits_bytes = activations.least(kept.computed, price)
+            over = replicas * kept.kept_bytes + waits_bytes - room
+            tangents.append(Tangent(price, kept.least_s + again_s - price * room, over))
+            if tangents[-1].value_s / pp + idle_s >= (1 - NEAR) * best_s:
+                break
+            price = next_price(tangents, activations.price_of(kept.computed, room / 2))
+        return max((each.value_s for each in tangents), default=0.0) / pp + idle_s
+
+    def _like(self, combination: Combination, other: Combination) -> Least | None:
+        """What a microbatch takes as relaxed for another combination of its way, of as many samples or more."""
+        position = self._position(other)
+        if position is None:
+            return None
+        samples = self.way(other)[1]
+        whole_s, each_s, computed = position.waited_s
+        forward_s, backward_s, round_s = position.computed_s
+        least = Least(samples, whole_s, each_s, forward_s, backward_s, round_s, computed, position)
+        return least.scaled(self.way(combination)[1])
+
+    def _position(self, combination: Combination) -> Position | None:
+        """The relaxations of a combination's positions; None where there are none."""
+        key = *self.way(combination), combination.pp
+        if key not in self._positions:
+            self._positions[key] = None
+            try:
+                part, inner, mesh = self.where(combination)
+                space = problem_of(part, mesh, combination.microbatches, inner)
+                self._positions[key] = Position(part, space, inner, combination.microbatches, EACH_S)
+            except (ConstraintError, NoPlanError):
+                pass
+        return self._positions[key]
+
+    def _undivided(self, samples: float) -> Callable[[Combination], Least]:
+        """What a combination's microbatch takes where the whole batch's work, as on one device, is shared out over all:
+        no division of ops makes it less."""
         job, n = self.job, self.job.cluster.num_devices
         count = max(round(job.program.batch_size / max(samples, 1)), 1)
         part = replace(job, cluster=first_devices(job.cluster, n))
         free = Constraints(microbatches=count, pp=1)
         space = problem_of(part, candidate_meshes(part, free)[0], count, free)
-        forward_s, backward_s = _segments_s(part, space, job.program.batch_size / count, count)
-        least_s = sum(f + b for f, b in zip(forward_s, backward_s, strict=True)) * job.program.batch_size
-        n_s = [tuple(s / n for s in each) for each in (forward_s, backward_s)]
-        return Relaxed(n, 1.0, 0.0, least_s, *n_s)
-
-    def _relaxed(self, way: Way, pp: int | None, undivided: Relaxed) -> Relaxed:
-        """The relaxation of a way, of what every microbatch does; with so many positions, of a whole step within what
-        they may keep."""
-        among = [
-            (samples, combination.pp, -combination.microbatches, -number)
-            for number, (combination, samples) in enumerate(zip(way.listed, way.samples, strict=True))
-            if pp in (None, combination.pp)
+        per_sample = [
+            tuple(each_s * count / job.program.batch_size for each_s in phase)
+            for phase in segments_s(part, space, count)
         ]
-        samples, *_, number = max(among)
-        combination = way.listed[-number]
-        try:
-            part, inner, mesh = self.position(combination)
-            space = problem_of(part, mesh, combination.microbatches, inner)
-        except (ConstraintError, NoPlanError):
-            return way.relaxed or undivided
-        network = _network(part, space, inner, whole_step=pp is not None)
-        if pp is not None:
-            network = with_rows(network, memory_rows(space, float(self.budget * pp), activations=False)[:1])
-        weights = np.full(network.num_streams, 0.1 / network.num_streams)
-        weights[-1] += 0.9
-        point = best_point(network, weights, np.zeros(len(network.rows)), EACH_S)
-        if point is None:
-            return way.relaxed or undivided
-        busy = float(point.weights[0] + point.weights[len(space.prices.streams) :].sum())
-        forward_s, backward_s = _segments_s(part, space, samples, combination.microbatches)
-        return Relaxed(combination.pp, busy, 1.0 - busy, max(point.bound, 0.0), forward_s, backward_s)
+
+        def shared(combination: Combination) -> Least:
+            by = job.program.batch_size / combination.microbatches * combination.pp / n
+            forward_s, backward_s, round_s = (tuple(each_s * by for each_s in phase) for phase in per_sample)
+            both = tuple(f + b for f, b in zip(forward_s, backward_s, strict=True))
+            return Least(self.way(combination)[1], sum(both), both, forward_s, backward_s, round_s)
+
+        return shared
 
 
-def _network(job: Job, space: Space, constraints: Constraints, whole_step: bool) -> Network:
-    """The network of what every microbatch does, whenever gradients are reduced; of a `whole_step` with what is done
-    for parameters."""
-    problem = formulate(space)
-    network = proof_network(job, space, problem, constraints)
-    params = set() if whole_step else set(space.param_decider)
-    prices = tuple(np.zeros_like(each) if number in params else each for number, each in enumerate(network.prices))
-    factors = list(network.factors)
-    for transfer, number in zip(space.transfers, problem.factors, strict=True):
-        kind = job.program.kinds[transfer.kind]
-        if transfer.name in kind.param_grads or (not whole_step and transfer.name in kind.params):
-            factors[number] = replace(
-                factors[number], prices=np.where(np.isfinite(factors[number].prices), 0.0, np.inf)
-            )
-    return Network(prices, tuple(factors), network.rows)
-
-
-def _segments_s(job: Job, space: Space, samples: float, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Per segment, what its forward and backward compute at least, per sample of a microbatch."""
-    kinds = [segment.kind for segment in job.program.segments]
-    found: dict[tuple[int, Phase], float] = {}
-    for (kind, at), decider in space.op_decider.items():
-        phase = job.program.kinds[kind].graph.ops[at].phase
-        least_s = min(price[0] for price in space.deciders[decider].prices)
-        found[kind, phase] = found.get((kind, phase), 0.0) + least_s / (kinds.count(kind) * count * samples)
-    forward_s, backward_s = (
-        tuple(found.get((kind, phase), 0.0) for kind in kinds) for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
-    return forward_s, backward_s
+def _passing_s(combination: Combination, least: Least) -> Sequence[float]:
+    """Per segment, what a first microbatch takes of it before it passes on, and a last one on its way back where the
+    backward is whole."""
+    if NAMED[combination.schedule].splits:
+        return least.forward_s
+    return [f + b for f, b in zip(least.forward_s, least.backward_s, strict=True)]

@@ -1,0 +1,85 @@
+"""How many microbatches wait for their backward in a pipeline, whatever its cuts.
+
+After some action a position of a schedule has the most forwards behind it whose backwards are to come: its count per
+stage is then (`fullest`). Which stage a segment is in is free, but not wholly so: where no position may take longer
+than a limit, segments from its first on fill positions from the front, or from the back, no faster than that limit, so
+that each has an earliest and a latest position, and waits at least as often as the least of the stages between
+(`waiting`). Where a position has several stages they are taken to be cut evenly, but for one stage more or less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from paraplan.ir.execution.schedule import ActionKind
+from paraplan.planner.schedules.schedule_problem import BACKWARD, Orders
+
+
+def fullest(orders: Orders) -> tuple[int, ...]:
+    """Per stage, the microbatches whose backward is to come where its position has most of them in all its stages;
+    where two positions hold a stage, of both."""
+    found: Counter[int] = Counter()
+    for order in orders:
+        flying: Counter[int] = Counter()
+        most: Counter[int] = Counter()
+        for action in order:
+            flying[action.stage] += (action.kind is ActionKind.F) - (action.kind in BACKWARD)
+            if action.kind is ActionKind.F and flying.total() > most.total():
+                most = flying.copy()
+        found.update(most)
+    return tuple(found[stage] for stage in range(1 + max(a.stage for order in orders for a in order)))
+
+
+def most_at_once(orders: Orders) -> int:
+    """The most microbatches of the first stage whose backward is to come, at one position."""
+    most = 0
+    for order in orders:
+        flying = 0
+        for action in order:
+            if action.stage == 0:
+                flying += (action.kind is ActionKind.F) - (action.kind in BACKWARD)
+                most = max(most, flying)
+    return most
+
+
+def waiting(counts: Sequence[int], seconds: Sequence[float], limit_s: float | None) -> list[int] | None:
+    """Per segment, in how many microbatches it waits at least.
+
+    Args:
+        counts: per stage (see `fullest`).
+        seconds: per segment, what a microbatch takes at least.
+        limit_s: what a position, of one stage, may take of a microbatch; None where stages are cut evenly.
+    Returns:
+        None where no cut keeps the limit.
+    """
+    if limit_s is None:
+        stages = _even(seconds, len(counts))
+        near = [range(max(stage - 1, 0), min(stage + 2, len(counts))) for stage in stages]
+    else:
+        earliest = _filled(seconds, limit_s)
+        latest = [len(counts) - 1 - back for back in reversed(_filled(seconds[::-1], limit_s))]
+        if earliest[-1] >= len(counts):
+            return None
+        near = [range(first, last + 1) for first, last in zip(earliest, latest, strict=True)]
+    return [min(counts[stage] for stage in each) for each in near]
+
+
+def _filled(seconds: Sequence[float], limit_s: float) -> list[int]:
+    """Per segment, its position where each is filled before the next."""
+    found, held_s, position = [], 0.0, 0
+    for each_s in seconds:
+        if held_s and held_s + each_s > limit_s * (1 + 1e-9):
+            position, held_s = position + 1, 0.0
+        held_s += each_s
+        found.append(position)
+    return found
+
+
+def _even(seconds: Sequence[float], count: int) -> list[int]:
+    """Per segment, the stage its middle is in where stages take equal shares."""
+    whole, before, found = sum(seconds) or 1.0, 0.0, []
+    for each_s in seconds:
+        found.append(min(int((before + each_s / 2) / whole * count), count - 1))
+        before += each_s
+    return found
