@@ -19,8 +19,8 @@ MEASURED_APART = "; ops that one kernel does together as measured one by one"
 IN_SPACE = (
     "{count} combinations of pp, mesh (one axis, or two with the inner one in a node), microbatches, schedule and "
     "stages a position, however stages are cut where a position has one, and evenly but for a stage where it has more; "
-    "one sharding per segment kind, captured op order, no op taking less in all when its samples or its work are divided "
-    "further"
+    "one sharding per segment kind, captured op order, no op taking less in all when its samples or its work are "
+    "divided further"
 )
 """Of what a joint search's bound is."""
 
