@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -20,7 +20,21 @@ T = TypeVar("T")
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A frozen value; equal fields make equal values."""
+    """A frozen value; equal fields make equal values.
+
+    Attributes:
+        left_out: fields that files do not have where they are empty, so that what was written before they were is the
+            same file still.
+    """
+
+    left_out: ClassVar[tuple[str, ...]] = ()
+
+
+def written_fields(value: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a value that its file has, in order."""
+    left_out = getattr(value, "left_out", ())
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    return {name: held for name, held in fields.items() if held or name not in left_out}
 
 
 def to_json(value: Any) -> bytes:
@@ -38,7 +52,7 @@ def _pretty(value: Any, depth: int, levels: int) -> str:
     if depth >= levels or getattr(getattr(value, "__struct_config__", None), "array_like", False):
         return msgspec.json.encode(value).decode()
     if isinstance(value, msgspec.Struct):
-        pairs = [(name, getattr(value, name)) for name in value.__struct_fields__]
+        pairs = list(written_fields(value).items())
     elif isinstance(value, dict):
         pairs = list(value.items())
     elif isinstance(value, (tuple, list)) and value and not isinstance(value[0], (int, float, str)):

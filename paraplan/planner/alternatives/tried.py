@@ -1,0 +1,40 @@
+"""What a search tried, as a plan keeps it: few records, the fastest first, what gave nothing last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paraplan.ir.plan import MOST_TRIED, Plan, Tried
+
+_MOST_SAID = 200
+
+
+def planned(what: str, plan: Plan, estimated_s: float | None = None, why: str = "") -> Tried:
+    """A plan that was made.
+
+    Args:
+        what: of it, in words.
+        plan: priced.
+        estimated_s: what its step was estimated at before.
+        why: why it is not taken, where it would be faster.
+    """
+    assert plan.prediction is not None
+    peak = max(plan.prediction.peak_bytes)
+    return Tried(what=what, step_s=plan.prediction.step_s, peak_bytes=peak, estimated_s=estimated_s, why=why)
+
+
+def in_vain(what: str, fault: object, estimated_s: float | None = None) -> Tried:
+    """What no plan was found of, and why, cut short."""
+    said = str(fault)
+    return Tried(
+        what=what, estimated_s=estimated_s, why=said if len(said) <= _MOST_SAID else f"{said[: _MOST_SAID - 3]}..."
+    )
+
+
+def kept(tried: Iterable[Tried]) -> tuple[Tried, ...]:
+    """The records that a plan keeps: of what has one name the last, the fastest first; nothing where all are one."""
+    named = list({each.what: each for each in tried}.values())
+    if len(named) < 2:
+        return ()
+    fast = sorted((each for each in named if each.step_s is not None), key=lambda each: each.step_s or 0.0)
+    return (*fast, *(each for each in named if each.step_s is None))[:MOST_TRIED]
