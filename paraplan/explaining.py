@@ -21,7 +21,7 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.alternatives.replan import Alternative, WithMore, alternative, constraints_of, with_more_memory
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.report.diagnosis.faster import faster
-from paraplan.report.diagnosis.memory_use import Priced, keeping_compute_s, memory_use, priced, saving
+from paraplan.report.diagnosis.memory_use import Priced, keeping_compute_s, memory_use, priced, priced_without, saving
 from paraplan.report.diagnosis.records import (
     AS_FAST,
     CONTRADICTS,
@@ -40,6 +40,8 @@ from paraplan.report.diagnosis.step_parts import breakdowns, critical
 
 EXTRA_BYTES = 1 << 30
 """How much more memory is asked about."""
+_SHOWN = 6
+"""Stages named one by one."""
 ALIKE = 1e-6
 """Relative difference up to which two steps are as fast."""
 
@@ -72,7 +74,8 @@ def explain(
     data, asked = plan.data, constraints_of(plan.data)
     made = Priced(data, plan.programs, plan.simulate())
     budget = device_budget(data.cluster, asked)
-    positions = _breakdowns(made)
+    others = priced_without(data)
+    positions = breakdowns(data, made.programs, made.simulation, keeping_compute_s(others))
     binding = critical(data, made.programs, made.simulation, positions)
     more = with_more_memory(data, EXTRA_BYTES, time_limit_s, tell) if time_limit_s > 0 else None
     other = None if why_not is None else alternative(data, why_not, time_limit_s, tell)
@@ -84,17 +87,13 @@ def explain(
         binding=binding,
         positions=positions if len(positions) > 1 else (),
         memory=memory_use(made, budget),
-        saving=saving(made, budget, lambda what: _is_pinned(what, asked)),
+        saving=saving(made, others, budget, lambda what: _is_pinned(what, asked)),
         faster=faster(data, plan.programs, made.simulation),
         more_memory=None if more is None else _more_memory(data, more),
         tried=data.tried,
         why_not=None if other is None or why_not is None else _why_not(data, binding, other, why_not, budget),
         notes=_notes(data, searched=time_limit_s > 0),
     )
-
-
-def _breakdowns(made: Priced) -> tuple[Breakdown, ...]:
-    return breakdowns(made.plan, made.programs, made.simulation, keeping_compute_s(made.plan))
 
 
 def _is_pinned(what: str, asked: Constraints) -> bool:
@@ -150,7 +149,9 @@ def _why_not(
         over = tuple(each for how, made in other.too_large if (each := _over(how, priced(made), allowed)))
         return msgspec.structs.replace(said, verdict=TOO_LARGE if over else NOT_FOUND, over=over)
     made = priced(other.plan)
-    there = critical(made.plan, made.programs, made.simulation, _breakdowns(made))
+    kept_s = keeping_compute_s(priced_without(made.plan))
+    positions = breakdowns(made.plan, made.programs, made.simulation, kept_s)
+    there = critical(made.plan, made.programs, made.simulation, positions)
     longer = there.step_s - binding.step_s
     keys = dict.fromkeys(part.key for part in (*binding.parts, *there.parts))
     differences = [Difference(key=key, here_s=binding.of(key), there_s=there.of(key)) for key in keys]
@@ -195,6 +196,8 @@ def _words(constraints: Constraints) -> str:
 def _value(word: str, value: Any) -> str:
     if word in ("memory", "reserve") and isinstance(value, int):
         return say_size(value).replace(" ", "")
+    if word == "stages" and len(value) > _SHOWN:
+        return f"{len(value)} as they are"
     if isinstance(value, (tuple, list)):
         return ",".join(":".join(map(str, each)) if isinstance(each, (tuple, list)) else str(each) for each in value)
     return str(value)

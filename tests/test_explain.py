@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import paraplan as pp
 from paraplan.ir.errors import ConstraintError
 from paraplan.report.diagnosis.records import Diagnosis
+from paraplan.report.diagnosis.sentences import more_memory_words
 
 ROWS, LAYERS = 4096, 6
 INPUTS = (torch.zeros(ROWS, 16),)
@@ -69,6 +70,17 @@ def test_a_gib_more_saves_nothing_where_memory_does_not_bind(roomy: pp.Plan) -> 
     assert found.more_memory is not None and found.more_memory.saved_s == 0.0 and not found.saving
     assert found.binding.parts[0].key == "compute" and found.step_s == step_s(roomy)
     assert pp.explain(roomy, time_limit_s=0).more_memory is None
+
+
+def test_what_a_second_search_finds_is_not_taken_for_what_memory_is_worth(roomy: pp.Plan) -> None:
+    """A plan that recomputes though nothing asks for it: memory is worth nothing, planning again all of it."""
+    bad = compiled(dp=2, zero=0, microbatches=1, recompute="full")
+    pins = {name: value for name, value in bad.data.pins.items() if name != "recompute"}
+    found = pp.explain(pp.Plan(msgspec.structs.replace(bad.data, pins=pins), bad.programs), time_limit_s=10)
+    more = found.more_memory
+    assert more is not None and more.saved_s == 0.0 and more.again_s == pytest.approx(step_s(roomy), rel=0.01)
+    words = " ".join(more_memory_words(found, more))
+    assert "saves nothing" in words and "plan again" in words
 
 
 def test_why_not_is_slower_and_says_where(roomy: pp.Plan) -> None:

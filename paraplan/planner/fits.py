@@ -29,7 +29,7 @@ from paraplan.ir.plan import Certificate, Plan, Prediction
 from paraplan.ir.plan_words import plan_words
 from paraplan.ir.sizes import say_size
 from paraplan.lowering import lower
-from paraplan.planner.alternatives.tried import kept, planned
+from paraplan.planner.alternatives.tried import kept, planned, unreserved
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
@@ -212,8 +212,7 @@ def _last_of(tries: Sequence[BestPlan]) -> BestPlan:
             f"of the fastest plan by the bytes alive ({_predicted(first).step_s:.4g} s) "
             f"{say_size(needed_bytes(first))} would be reserved, of this one {say_size(needed_bytes(plan))}"
         )
-        over = planned("the fastest by the bytes alive", first, why="what allocators reserve for it is over the budget")
-        tried = kept((over, *plan.tried, planned(plan_words(plan), plan)))
+        tried = kept((*unreserved(first, step_s), *plan.tried, planned(plan_words(plan), plan)))
         plan = msgspec.structs.replace(plan, certificate=certificate, notes=(*plan.notes, note), tried=tried)
     return BestPlan(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
 

@@ -57,7 +57,7 @@ def show_diagnosis(console: Console, told: Diagnosis) -> None:
     _section(console, SIMULATED)
     console.print(_faster(told))
     if told.more_memory is not None:
-        _more(console, told.more_memory)
+        _more(console, told, told.more_memory)
     _section(console, "What else was tried")
     _tried(console, told)
     for note in told.notes:
@@ -139,9 +139,9 @@ def _faster(told: Diagnosis) -> Table:
     return table
 
 
-def _more(console: Console, more: MoreMemory) -> None:
+def _more(console: Console, told: Diagnosis, more: MoreMemory) -> None:
     _section(console, more_memory_title(more))
-    for sentence in more_memory_words(more):
+    for sentence in more_memory_words(told, more):
         console.print(escape(sentence), highlight=False)
 
 

@@ -17,7 +17,7 @@ from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.report.diagnosis.faster import TENTH, faster, quicker
-from paraplan.report.diagnosis.memory_use import Priced, keeping_compute_s, memory_use, priced, saving
+from paraplan.report.diagnosis.memory_use import Priced, keeping_compute_s, memory_use, priced, priced_without, saving
 from paraplan.report.diagnosis.records import COMPUTE, FILL_AND_DRAIN, OTHERS, PART_WORDS, RECOMPUTATION, Breakdown
 from paraplan.report.diagnosis.step_parts import breakdowns, step_parts
 from tests.captures import program_of
@@ -50,7 +50,7 @@ def slow(devices: int, bytes_per_s: float) -> ClusterSpec:
 
 
 def broken_down(made: Priced) -> tuple[Breakdown, ...]:
-    return breakdowns(made.plan, made.programs, made.simulation, keeping_compute_s(made.plan))
+    return breakdowns(made.plan, made.programs, made.simulation, keeping_compute_s(priced_without(made.plan)))
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in ("gpt2", "bert", "llama") for seed in range(6)])
@@ -169,16 +169,16 @@ def test_what_fills_the_fullest_device_adds_up_and_memory_is_named_where_it_forc
     data = pp.compile(Deep(), "local:1", example_inputs=(torch.zeros(512, 16),), microbatches=1, recompute="full").data
     made = priced(data)
     whole = priced(_kept(data))
-    use = memory_use(made, made.peak_bytes)
+    use, without = memory_use(made, made.peak_bytes), priced_without(data)
     assert sum(row.nbytes for row in use.parts) == use.peak_bytes == made.peak_bytes
-    (forced,) = saving(made, made.peak_bytes, lambda what: False)
+    (forced,) = saving(made, without, made.peak_bytes, lambda what: False)
     assert forced.what == "recomputation" and forced.forced
     assert forced.over_bytes == whole.peak_bytes - made.peak_bytes > 0
     assert forced.costs_s == pytest.approx(made.simulation.step_s - whole.simulation.step_s)
-    (asked,) = saving(made, made.peak_bytes, lambda what: True)
-    (roomy,) = saving(made, whole.peak_bytes, lambda what: False)
+    (asked,) = saving(made, without, made.peak_bytes, lambda what: True)
+    (roomy,) = saving(made, without, whole.peak_bytes, lambda what: False)
     assert not asked.forced and not roomy.forced and not roomy.over_bytes
-    assert not saving(whole, 0, lambda what: False)
+    assert not saving(whole, priced_without(whole.plan), 0, lambda what: False)
 
 
 def _kept(plan: Plan) -> Plan:
@@ -194,7 +194,7 @@ def test_what_is_on_the_host_is_named_with_what_it_costs() -> None:
         Deep(), "local:1", example_inputs=(torch.zeros(8, 16),), place_states="host", update_on="host"
     ).data
     made = priced(plan)
-    (found,) = saving(made, 1 << 40, lambda what: True)
+    (found,) = saving(made, priced_without(plan), 1 << 40, lambda what: True)
     assert found.what == "states on host" and found.pinned and found.costs_s > 0 and not found.over_bytes
     assert found.peak_bytes > max(simulate_plan(plan, lower(plan)).peak_bytes)
     assert broken_down(made)[0].of("host") + broken_down(made)[0].of("host_update") > 0

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from paraplan.ir.plan import MOST_TRIED, Plan, Tried
+from paraplan.ir.plan_words import plan_words
 
 _MOST_SAID = 200
+_OVER = "what allocators reserve for it is over the budget"
+_UNSEEN = "fits by the bytes alive; what allocators reserve for it was not looked at"
 
 
 def planned(what: str, plan: Plan, estimated_s: float | None = None, why: str = "") -> Tried:
@@ -28,6 +33,24 @@ def in_vain(what: str, fault: object, estimated_s: float | None = None) -> Tried
     said = str(fault)
     return Tried(
         what=what, estimated_s=estimated_s, why=said if len(said) <= _MOST_SAID else f"{said[: _MOST_SAID - 3]}..."
+    )
+
+
+def unreserved(first: Plan, step_s: float) -> tuple[Tried, ...]:
+    """What a search by the bytes alive tried, for whose plan allocators have no room.
+
+    Args:
+        first: its plan.
+        step_s: of the plan that is taken.
+    """
+    assert first.prediction is not None
+    least_s = first.prediction.step_s
+    found = first.tried or (planned(plan_words(first), first),)
+    return tuple(
+        msgspec.structs.replace(each, why=_OVER if each.step_s <= least_s else _UNSEEN)
+        if each.step_s is not None and each.step_s < step_s
+        else each
+        for each in found
     )
 
 

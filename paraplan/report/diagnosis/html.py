@@ -35,7 +35,7 @@ def diagnosis_html(told: Diagnosis) -> str:
             f"<h4>Memory</h4>{_lines([memory_words(told.memory)])}",
             f"{_filled(told.memory.parts, told.memory.peak_bytes)}{_lines(saving_words(told.saving))}",
             f"<h4>{SIMULATED}</h4>{_faster(told)}",
-            "" if more is None else f"<h4>{more_memory_title(more)}</h4>{_lines(more_memory_words(more))}",
+            "" if more is None else f"<h4>{more_memory_title(more)}</h4>{_lines(more_memory_words(told, more))}",
             f"<h4>What else was tried</h4>{_tried(told)}" if told.tried else "",
             f"<h4>Notes</h4>{_lines(told.notes)}" if told.notes else "",
             "</div>",

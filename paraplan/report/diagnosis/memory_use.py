@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -69,35 +69,44 @@ def memory_use(made: Priced, budget_bytes: int) -> MemoryUse:
     )
 
 
-def saving(made: Priced, budget_bytes: int, pinned: Callable[[str], bool]) -> tuple[SavedMemory, ...]:
+def saving(
+    made: Priced, others: Mapping[str, Priced], budget_bytes: int, pinned: Callable[[str], bool]
+) -> tuple[SavedMemory, ...]:
     """What a plan does to hold less, the dearest first.
 
     Args:
         made: of a plan.
+        others: of the plan without each of these (`priced_without`).
         budget_bytes: what it may hold on a device.
         pinned: whether something was asked for.
     """
-    found = []
-    for what, without in _without(made.plan):
-        other = _priced_or_none(without)
-        if other is not None:
-            found.append(
-                SavedMemory(
-                    what=what,
-                    pinned=pinned(what),
-                    costs_s=made.simulation.step_s - other.simulation.step_s,
-                    peak_bytes=other.peak_bytes,
-                    over_bytes=max(other.peak_bytes - budget_bytes, 0),
-                )
-            )
+    found = [
+        SavedMemory(
+            what=what,
+            pinned=pinned(what),
+            costs_s=made.simulation.step_s - other.simulation.step_s,
+            peak_bytes=other.peak_bytes,
+            over_bytes=max(other.peak_bytes - budget_bytes, 0),
+        )
+        for what, other in others.items()
+    ]
     found = [each for each in found if each.what != UNBUNDLED or each.costs_s > 0]  # else nobody minds
     return tuple(sorted(found, key=lambda each: -each.costs_s))
 
 
-def keeping_compute_s(plan: Plan) -> tuple[float, ...] | None:
-    """Per rank class, the compute of the plan that recomputes nothing; None where the plan is that."""
-    kept = dict(_without(plan)).get(RECOMPUTATION)
-    other = None if kept is None else _priced_or_none(kept)
+def priced_without(plan: Plan) -> dict[str, Priced]:
+    """By what a plan does to hold less, the plan without it; not what cannot be executed so."""
+    found = {what: _priced_or_none(other) for what, other in _without(plan)}
+    return {what: other for what, other in found.items() if other is not None}
+
+
+def keeping_compute_s(others: Mapping[str, Priced]) -> tuple[float, ...] | None:
+    """Per rank class, the compute of the plan that recomputes nothing; None where the plan is that.
+
+    Args:
+        others: as for `saving`.
+    """
+    other = others.get(RECOMPUTATION)
     return None if other is None else own_compute_s(other.plan, other.programs, other.simulation)
 
 

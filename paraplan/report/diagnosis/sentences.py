@@ -10,6 +10,7 @@ from paraplan.report.diagnosis.records import (
     AS_FAST,
     COMPUTE,
     CONTRADICTS,
+    FASTER,
     NOT_FOUND,
     PART_WORDS,
     TOO_LARGE,
@@ -25,6 +26,8 @@ from paraplan.report.diagnosis.records import (
 from paraplan.report.units import show_bytes, show_seconds, show_share, show_signed_seconds
 
 SIMULATED = "The same plan where something is 10 % faster (simulated, nothing is planned anew)"
+BETTER = 0.005
+"""By what share a plan has to be faster for a user to be sent for it."""
 SAME = 1e-9
 """Relative difference of the steps of one plan."""
 _CLASSES, _COLLECTIVES = 4, 2
@@ -90,16 +93,24 @@ def more_memory_title(more: MoreMemory) -> str:
     return f"{show_bytes(more.extra_bytes)} more memory on every device (planned anew)"
 
 
-def more_memory_words(more: MoreMemory) -> tuple[str, ...]:
-    """What the family gains, or that it gains nothing."""
+def more_memory_words(told: Diagnosis, more: MoreMemory) -> tuple[str, ...]:
+    """What the family gains, or that it gains nothing; and where it was planned badly, that."""
     family = f"family: {more.family}" if more.family else "family: everything"
     if more.step_s is None:
         return (f"nothing was found: {more.said}", family)
+    anew = (
+        (
+            f"planned anew as it is, the family takes {show_seconds(more.again_s)}, "
+            f"{show_seconds(told.step_s - more.again_s)} less than this plan: plan again, with a longer --time-limit",
+        )
+        if more.again_s is not None and more.again_s < (1 - BETTER) * told.step_s
+        else ()
+    )
     if not more.saved_s:
-        return (f"saves nothing: the fastest plan found with it takes {show_seconds(more.step_s)}", family)
+        return (f"saves nothing: the fastest plan found with it takes {show_seconds(more.step_s)}", *anew, family)
     what = f": {', '.join(more.changed)}" if more.changed else ""
     again = "" if more.again_s is None else f" (planned anew without it, {show_seconds(more.again_s)})"
-    return (f"saves {show_seconds(more.saved_s)}: a step of {show_seconds(more.step_s)}{again}{what}", family)
+    return (f"saves {show_seconds(more.saved_s)}: a step of {show_seconds(more.step_s)}{again}{what}", *anew, family)
 
 
 def verdict_words(told: Diagnosis, other: WhyNot) -> tuple[str, ...]:
@@ -116,7 +127,9 @@ def verdict_words(told: Diagnosis, other: WhyNot) -> tuple[str, ...]:
     step_s, longer = told.step_s, abs(other.step_s - told.step_s)
     how = "as fast" if other.verdict == AS_FAST else f"{show_seconds(longer)} {other.verdict} a step"
     share = "" if other.verdict == AS_FAST else f" ({100 * (other.step_s / step_s - 1):+.1f} %)"
-    return (f"it is {how}{share}, planned anew: {other.plan}", *beside)
+    better = other.verdict == FASTER and longer > BETTER * step_s
+    advice = ("plan it with these options of paraplan plan: a search ends with its time",) if better else ()
+    return (f"it is {how}{share}, planned anew: {other.plan}", *advice, *beside)
 
 
 def tried_words(told: Diagnosis) -> tuple[tuple[str, str, str, str, str, str], ...]:

@@ -41,6 +41,8 @@ from paraplan.report.units import show_ranks
 
 _COMM, _MESSAGE = "comm:", "p2p:"
 _COMPUTE_STREAM = "compute"
+_SHOWN = 4
+"""Stages of a position named one by one."""
 
 
 def breakdowns(
@@ -158,8 +160,13 @@ def _places(plan: Plan) -> tuple[str, ...]:
     held = holdings(plan)
     rank_class = plan.schedule.rank_class
     groups = [holding_of(held, rank_class.index(index)) for index in range(len(plan.schedule.classes))]
-    return tuple(
-        f"stage{'s' if len(group.stages) > 1 else ''} "
-        + ", ".join(f"{s} ({plan.stages[s].first}:{plan.stages[s].stop})" for s in group.stages)
-        for group in groups
-    )
+    return tuple(_held_words(plan, group.stages) for group in groups)
+
+
+def _held_words(plan: Plan, stages: tuple[int, ...]) -> str:
+    """`stages 0 (0:4), 2 (8:12)`; of many, how many segments they have in all."""
+    if len(stages) > _SHOWN:
+        segments = sum(plan.stages[stage].stop - plan.stages[stage].first for stage in stages)
+        return f"{len(stages)} stages ({stages[0]}, {stages[1]} ... {stages[-1]}), {segments} segments"
+    named = ", ".join(f"{stage} ({plan.stages[stage].first}:{plan.stages[stage].stop})" for stage in stages)
+    return f"stage{'s' if len(stages) > 1 else ''} {named}"

@@ -16,7 +16,7 @@ from paraplan.ir.plan import MOST_TRIED, Tried
 from paraplan.ir.struct import from_json
 from paraplan.jobs.files import EDITED, decode_plan, encode_plan
 from paraplan.planner.alternatives.replan import constraints_of, job_of, pins_as_data
-from paraplan.planner.alternatives.tried import in_vain, kept
+from paraplan.planner.alternatives.tried import in_vain, kept, unreserved
 from paraplan.planner.constraints import Constraints
 
 
@@ -87,6 +87,16 @@ def test_pins_are_data_and_back() -> None:
     assert msgspec.convert(json.loads(json.dumps(data)), Constraints) == asked
     assert from_json(msgspec.json.encode(data), Constraints, "pins", InvalidPlanError) == asked
     assert not pins_as_data(Constraints())
+
+
+def test_what_allocators_have_no_room_for_says_so(plan: pp.Plan) -> None:
+    """Of a search by the bytes alive: its plan is over, what is faster than the plan taken was not looked at."""
+    least, second, *_ = sorted({each.step_s for each in plan.data.tried if each.step_s is not None})
+    found = {each.step_s: each.why for each in unreserved(plan.data, 1.001 * second)}
+    assert found[least].endswith("is over the budget") and found[second].endswith("was not looked at")
+    assert not any(why for step_s, why in found.items() if step_s is not None and step_s > 1.001 * second)
+    (alone,) = unreserved(msgspec.structs.replace(plan.data, tried=()), 1.0)
+    assert alone.step_s == least and alone.why == found[least]
 
 
 def test_the_slowest_and_what_gave_nothing_go_first_where_there_are_too_many() -> None:
