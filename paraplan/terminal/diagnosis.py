@@ -31,6 +31,7 @@ from paraplan.report.diagnosis.sentences import (
     saving_words,
     tried_words,
     verdict_words,
+    work_words,
 )
 from paraplan.report.memory_report import PartRow
 from paraplan.report.units import show_bytes, show_seconds, show_share, show_signed_seconds
@@ -179,5 +180,7 @@ def _why_not(console: Console, told: Diagnosis, other: WhyNot) -> None:
         f"[bold]{show_seconds(other.step_s)}[/bold]",
         f"[bold]{longer}[/bold]",
     )
+    for row in work_words(told, other):
+        table.add_row(*(f"[dim]{escape(cell)}[/dim]" for cell in (f"computed: {row[0]}", *row[1:])))
     table.add_row("peak memory", show_bytes(told.memory.peak_bytes), show_bytes(other.peak_bytes), "")
     console.print(table)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import paraplan as pp
+from paraplan.cost_models.costs import lowered_op
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.cost_models.simulator.timeline import Span
 from paraplan.ir.machine.cluster import ClusterSpec, Link
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.profile import Profile
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
@@ -61,6 +63,11 @@ def test_parts_of_every_position_add_up_to_the_step(name: str, seed: int) -> Non
     for each in broken_down(made):
         assert sum(part.seconds for part in each.parts) == pytest.approx(each.step_s, rel=1e-9)
         assert all(part.seconds >= 0 and part.key in PART_WORDS for part in each.parts)
+    found = pp.explain(pp.Plan(made.plan, made.programs), time_limit_s=0)
+    assert found._repr_html_() and sum(row.nbytes for row in found.memory.parts) == found.memory.peak_bytes
+    away = [each.what for each in found.saving if " on " in each.what]
+    tiers = {name.rpartition(" ")[2] for name in away}
+    assert tiers <= set(made.simulation.tier_peak_bytes) and all(each.saved_s >= -1e-9 for each in found.faster[:1])
 
 
 def test_a_tenth_more_of_a_slow_link_saves_an_eleventh_of_its_bytes_time() -> None:
@@ -86,6 +93,20 @@ def test_a_faster_device_saves_an_eleventh_of_what_is_computed() -> None:
     found = {each.what: each for each in faster(msgspec.structs.replace(plan, cluster=free), made.programs, simulation)}
     assert found["device"].saved_s == pytest.approx(simulation.step_s * (1 - 1 / TENTH), rel=1e-6)
     assert 0 < found["products"].saved_s < found["device"].saved_s and "in_node" not in found
+
+
+def test_measured_times_are_divided_with_the_device() -> None:
+    plan = pp.compile(Deep(), "local:1", example_inputs=(torch.zeros(64, 16),), recompute="none").data
+    made = priced(plan)
+    known = [lowered_op(block, instr) for block in made.programs[0].blocks.values() for instr in block.instrs]
+    times = {op.full_key: msgspec.structs.replace(op, seconds=1e-3, samples=3) for op in known if op is not None}
+    profile = Profile(device=plan.cluster.groups[0].device.kind, name="", torch="", ops=tuple(times.values()))
+    free = msgspec.structs.replace(plan.cluster, groups=tuple(map(_without_launches, plan.cluster.groups)))
+    plan = msgspec.structs.replace(plan, cluster=free, profile=profile)
+    simulation = simulate_plan(plan, made.programs)
+    assert simulation.step_s > 10 * made.simulation.step_s and len(times) > 5
+    (found,) = faster(plan, made.programs, simulation)
+    assert found.what == "device" and found.saved_s == pytest.approx(simulation.step_s / 11, rel=1e-6)
 
 
 def _without_launches(group):  # type: ignore[no-untyped-def]

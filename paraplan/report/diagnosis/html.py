@@ -17,6 +17,7 @@ from paraplan.report.diagnosis.sentences import (
     saving_words,
     tried_words,
     verdict_words,
+    work_words,
 )
 from paraplan.report.html import STYLE, html_bar, html_table
 from paraplan.report.memory_report import PartRow
@@ -114,6 +115,9 @@ def _why_not(told: Diagnosis, other: WhyNot) -> str:
         ]
         longer = show_signed_seconds(other.step_s - told.step_s)
         rows.append(("<b>step</b>", show_seconds(told.step_s), show_seconds(other.step_s), f"<b>{longer}</b>"))
+        rows += [
+            (f'<span class="soft">computed: {escape(name)}</span>', *cells) for name, *cells in work_words(told, other)
+        ]
         rows.append(("peak memory", show_bytes(told.memory.peak_bytes), show_bytes(other.peak_bytes), ""))
         table = html_table(("part", "#this plan", f"#{other.asked}", "#difference"), rows)
     return f"<h4>Why not {escape(other.asked)}</h4>{_lines(verdict_words(told, other))}{over}{table}"

@@ -107,10 +107,23 @@ def more_memory_words(told: Diagnosis, more: MoreMemory) -> tuple[str, ...]:
         else ()
     )
     if not more.saved_s:
-        return (f"saves nothing: the fastest plan found with it takes {show_seconds(more.step_s)}", *anew, family)
+        return (f"saves nothing: no faster plan was found with it ({show_seconds(more.step_s)})", *anew, family)
     what = f": {', '.join(more.changed)}" if more.changed else ""
     again = "" if more.again_s is None else f" (planned anew without it, {show_seconds(more.again_s)})"
     return (f"saves {show_seconds(more.saved_s)}: a step of {show_seconds(more.step_s)}{again}{what}", *anew, family)
+
+
+def work_words(told: Diagnosis, other: WhyNot) -> tuple[tuple[str, str, str, str], ...]:
+    """Rows: classes of what is computed, recomputation and updates included, here, there, and the difference."""
+    if other.breakdown is None:
+        return ()
+    here = {row.name: row.seconds for row in told.binding.work}
+    there = {row.name: row.seconds for row in other.breakdown.work}
+    longer = {name: there.get(name, 0.0) - here.get(name, 0.0) for name in dict.fromkeys((*here, *there))}
+    return tuple(
+        (name, show_seconds(here.get(name, 0.0)), show_seconds(there.get(name, 0.0)), show_signed_seconds(seconds))
+        for name, seconds in sorted(longer.items(), key=lambda item: -abs(item[1]))
+    )
 
 
 def verdict_words(told: Diagnosis, other: WhyNot) -> tuple[str, ...]:
