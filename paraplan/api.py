@@ -54,7 +54,6 @@ _PARTS = {
     "plan_by": "paraplan.baselines.planners",
     "check_planner": "paraplan.baselines.planners",
     "Job": "paraplan.planner.assemble",
-    "pins_as_data": "paraplan.planner.alternatives.replan",
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
     "make_trainer": "paraplan.jobs.trainers",
@@ -291,7 +290,7 @@ def compile(
     job, reads, warning = captured_job(model, spec, asked, pins)
     found = _part("plan_by")(asked.strategy, job, pins, asked.time_limit_s, asked.progress or (lambda text: None))
     notes = (*found.plan.notes, *filter(None, (warning,)))
-    data = msgspec.structs.replace(found.plan, notes=notes, pins=_part("pins_as_data")(pins))
+    data = msgspec.structs.replace(found.plan, notes=notes, pins=pins.as_data)
     programs = verify_plan(data)
     return Plan(data, programs, found.solve_s, time.perf_counter() - started, reads)
 

@@ -285,6 +285,7 @@ class Tried(Value, frozen=True, kw_only=True):
         peak_bytes: the most any rank has alive; 0 where nothing was found.
         estimated_s: what the step was estimated at before it was planned; None where it was not, or not to fit.
         why: why nothing was found, or why it was not taken though it is faster; "" where there is nothing to say.
+        pins: what was pinned to plan it, beside what the user pinned, as in `Plan.pins`; {} where nothing was.
     """
 
     what: str
@@ -292,6 +293,7 @@ class Tried(Value, frozen=True, kw_only=True):
     peak_bytes: int = 0
     estimated_s: float | None = None
     why: str = ""
+    pins: dict[str, Any] = {}
 
 
 REDUCE_DTYPES = {"": "", "fp32": "float32", "bf16": "bfloat16"}

@@ -28,14 +28,10 @@ _DEGREES = frozenset(
     ("microbatches", "params", *(word for word, each in fields_of(Constraints).items() if each.option.group in _WAYS))
 )
 """Options that say how work and layouts are divided, of which one replaces all that a plan was pinned to."""
+SAME = 1e-9
+"""Relative difference of the steps of one plan."""
 ROOMY_BYTES = 1 << 50
 """Of a device on which anything fits."""
-
-
-def pins_as_data(constraints: Constraints) -> dict[str, Any]:
-    """What is pinned, as a plan keeps it."""
-    plain, made = Constraints(), msgspec.to_builtins(constraints)
-    return {name: value for name, value in made.items() if getattr(constraints, name) != getattr(plain, name)}
 
 
 def constraints_of(plan: Plan) -> Constraints:
@@ -44,8 +40,28 @@ def constraints_of(plan: Plan) -> Constraints:
     Raises:
         InvalidPlanError: the file's pins are none.
     """
+    return _constraints(plan, plan.pins)
+
+
+def family_of(plan: Plan) -> Constraints:
+    """What a plan's search pinned to come to it; of a plan that does not say so, its positions and their mesh.
+
+    Recomputation stays open where the user left it so.
+
+    Raises:
+        InvalidPlanError: see `constraints_of`.
+    """
+    asked, step_s = constraints_of(plan), _step_s(plan)
+    own = next((each for each in plan.tried if each.pins and abs((each.step_s or 0.0) - step_s) <= SAME * step_s), None)
+    if own is not None:
+        found = _constraints(plan, {**plan.pins, **own.pins})
+        return msgspec.structs.replace(found, recompute=asked.recompute)
+    return in_the_family(asked, plan) if len(plan.stages) > 1 else on_the_same_mesh(asked, plan)
+
+
+def _constraints(plan: Plan, pins: dict[str, Any]) -> Constraints:
     try:
-        made = msgspec.convert(plan.pins, Constraints)
+        made = msgspec.convert(pins, Constraints)
         check_fields(made)
     except (msgspec.ValidationError, ConstraintError, TypeError, ValueError) as fault:
         raise InvalidPlanError(f"the plan's pins are none ({fault}): the file was edited. Plan again") from None
@@ -98,8 +114,7 @@ def with_more_memory(plan: Plan, extra_bytes: int, time_limit_s: float, progress
     Raises:
         InvalidPlanError: see `constraints_of`.
     """
-    asked, job = constraints_of(plan), job_of(plan)
-    family = in_the_family(asked, plan) if len(plan.stages) > 1 else on_the_same_mesh(asked, plan)
+    family, job = family_of(plan), job_of(plan)
     budget = family.memory_bytes
     more = msgspec.structs.replace(family, memory_bytes=None if budget is None else budget + extra_bytes)
     roomier = replace(job, cluster=with_memory(job.cluster, extra_bytes))

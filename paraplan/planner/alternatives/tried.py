@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -14,18 +15,19 @@ _OVER = "what allocators reserve for it is over the budget"
 _UNSEEN = "fits by the bytes alive; what allocators reserve for it was not looked at"
 
 
-def planned(what: str, plan: Plan, estimated_s: float | None = None, why: str = "") -> Tried:
+def planned(what: str, plan: Plan, estimated_s: float | None = None, pins: dict[str, Any] | None = None) -> Tried:
     """A plan that was made.
 
     Args:
         what: of it, in words.
         plan: priced.
         estimated_s: what its step was estimated at before.
-        why: why it is not taken, where it would be faster.
+        pins: what was pinned for it.
     """
     assert plan.prediction is not None
     peak = max(plan.prediction.peak_bytes)
-    return Tried(what=what, step_s=plan.prediction.step_s, peak_bytes=peak, estimated_s=estimated_s, why=why)
+    step_s = plan.prediction.step_s
+    return Tried(what=what, step_s=step_s, peak_bytes=peak, estimated_s=estimated_s, pins=pins or {})
 
 
 def in_vain(what: str, fault: object, estimated_s: float | None = None) -> Tried:

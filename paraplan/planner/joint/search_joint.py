@@ -149,7 +149,7 @@ class JointSearch:
         def fits(zero: int) -> bool:
             pins = msgspec.structs.replace(self.constraints, dp=n, zero=zero, recompute="none")
             late = self.plans and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
-            return not late and self._try(f"dp={n} zero={zero}", partial(one_stage, pins, False)) is not None
+            return not late and self._try(f"dp={n} zero={zero}", pins, partial(one_stage, pins, False)) is not None
 
         if fits(1):
             fits(0)
@@ -208,13 +208,15 @@ class JointSearch:
             return
         best = min(self.plans, key=_step_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
-            self._try("one stage", partial(one_stage, self.constraints, certify))
+            self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify))
         elif len(best.stages) == 1:
             mesh, count = best.stages[0].mesh.shape, best.num_microbatches
             pinned = msgspec.structs.replace(self.constraints, microbatches=count)
             if self._meshes_free:
                 pinned = msgspec.structs.replace(pinned, mesh=mesh)
-            self._try(f"one stage, solved on mesh {'x'.join(map(str, mesh))}", partial(one_stage, pinned, certify))
+            self._try(
+                f"one stage, solved on mesh {'x'.join(map(str, mesh))}", pinned, partial(one_stage, pinned, certify)
+            )
 
     @property
     def _meshes_free(self) -> bool:
@@ -223,7 +225,12 @@ class JointSearch:
         return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
 
     def _try(
-        self, what: str, make: Callable[[], Plan], estimated: str = "", step_s: float | None = None
+        self,
+        what: str,
+        pins: Constraints,
+        make: Callable[[], Plan],
+        estimated: str = "",
+        step_s: float | None = None,
     ) -> Plan | None:
         """What is planned, told with what it was estimated at; None where nothing was found."""
         text = f"{what}{estimated}"
@@ -237,7 +244,9 @@ class JointSearch:
             self.words.append(f"{text}: nothing")
             return None
         self.plans.append(plan)
-        self.tried.append(planned(what, plan, step_s))
+        asked = self.constraints.as_data
+        more = {name: value for name, value in pins.as_data.items() if asked.get(name) != value}
+        self.tried.append(planned(what, plan, step_s, more))
         self.words.append(f"{text}: {_step_s(plan):.4g} s")
         return plan
 
@@ -253,7 +262,7 @@ class JointSearch:
             check_constraints(pinned, self.job.cluster.num_devices)
             return search_pipeline(self.job, pinned, self.shardings, self._sharding(estimate))
 
-        plan = self._try(estimate.combination.text, make, f" ({said})", step_s)
+        plan = self._try(estimate.combination.text, pinned, make, f" ({said})", step_s)
         if plan is not None and step_s is not None:
             self._off[estimate.combination.family] = _step_s(plan) / step_s
 

@@ -15,7 +15,7 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.plan import MOST_TRIED, Tried
 from paraplan.ir.struct import from_json
 from paraplan.jobs.files import EDITED, decode_plan, encode_plan
-from paraplan.planner.alternatives.replan import constraints_of, job_of, pins_as_data
+from paraplan.planner.alternatives.replan import constraints_of, family_of, job_of
 from paraplan.planner.alternatives.tried import in_vain, kept, unreserved
 from paraplan.planner.constraints import Constraints
 
@@ -42,6 +42,20 @@ def test_what_was_tried_is_in_the_plan_the_fastest_first(plan: pp.Plan) -> None:
     assert plan.data.prediction is not None and steps[0] == pytest.approx(plan.data.prediction.step_s)
     assert len({each.what for each in plan.data.tried}) == len(plan.data.tried) <= MOST_TRIED
     assert {"dp=2 zero=1", "one stage"} <= {each.what for each in plan.data.tried}
+
+
+def test_a_record_says_what_to_pin_to_come_to_it(plan: pp.Plan) -> None:
+    usual = {each.what: each for each in plan.data.tried}["dp=2 zero=1"]
+    assert usual.pins == {"dp": 2, "zero": 1, "recompute": "none"}
+    again = pp.compile(Net(), "local:2", example_inputs=(torch.zeros(8, 8),), pp=1, **usual.pins)
+    assert again.prediction.step_s == pytest.approx(usual.step_s)
+    taken = msgspec.structs.replace(plan.data, tried=(msgspec.structs.replace(usual, step_s=_step_s(plan)),))
+    assert family_of(taken) == Constraints(dp=2, zero=1)
+    assert family_of(msgspec.structs.replace(plan.data, tried=())) == Constraints(pp=1, mesh=(2,))
+
+
+def _step_s(plan: pp.Plan) -> float:
+    return plan.prediction.step_s
 
 
 def test_meshes_of_one_stage_are_records_too() -> None:
@@ -74,6 +88,12 @@ def test_a_file_may_not_have_endless_records(plan: pp.Plan) -> None:
         decode_plan(encode_plan(many), "a file")
 
 
+def test_edited_records_are_refused(plan: pp.Plan) -> None:
+    bad = Tried(what="x", step_s=_step_s(plan), pins={"dp": "two"})
+    with pytest.raises(InvalidPlanError, match="the plan's pins are none"):
+        family_of(msgspec.structs.replace(plan.data, tried=(bad,)))
+
+
 @pytest.mark.parametrize("pins", [{"dp": "two"}, {"nonsense": 1}, {"dp": -1}, {"place_states": "the moon"}])
 def test_edited_pins_are_refused(plan: pp.Plan, pins: dict[str, object]) -> None:
     with pytest.raises(InvalidPlanError, match="the plan's pins are none"):
@@ -82,11 +102,11 @@ def test_edited_pins_are_refused(plan: pp.Plan, pins: dict[str, object]) -> None
 
 def test_pins_are_data_and_back() -> None:
     asked = Constraints(mesh=[2, 4], pp=2, stages=[(0, 3), (3, 6)], params={"a": "R/R/R"}, memory_bytes="2GiB")  # type: ignore[arg-type]
-    data = pins_as_data(asked)
+    data = asked.as_data
     assert set(data) == {"mesh", "pp", "stages", "params", "memory_bytes"}
     assert msgspec.convert(json.loads(json.dumps(data)), Constraints) == asked
     assert from_json(msgspec.json.encode(data), Constraints, "pins", InvalidPlanError) == asked
-    assert not pins_as_data(Constraints())
+    assert not Constraints().as_data
 
 
 def test_what_allocators_have_no_room_for_says_so(plan: pp.Plan) -> None:
