@@ -77,8 +77,8 @@ def explain(
     others = priced_without(data)
     positions = breakdowns(data, made.programs, made.simulation, keeping_compute_s(others))
     binding = critical(data, made.programs, made.simulation, positions)
-    more = with_more_memory(data, EXTRA_BYTES, time_limit_s, tell) if time_limit_s > 0 else None
     other = None if why_not is None else alternative(data, why_not, time_limit_s, tell)
+    more = with_more_memory(data, EXTRA_BYTES, time_limit_s, tell) if time_limit_s > 0 else None
     return Diagnosis(
         title=f"{data.model.display} on {data.cluster.name}",
         plan=plan_words(data),

@@ -105,6 +105,8 @@ def test_what_has_nothing_to_do_with_degrees_stays_pinned(roomy: pp.Plan, tight:
     assert {each.key: each for each in other.differences}["recomputation"].there_s > 0
     faster = pp.explain(tight, {"memory": "1GiB"}, time_limit_s=10).why_not
     assert faster is not None and faster.verdict == "faster" and faster.step_s == pytest.approx(step_s(roomy))
+    free = pp.explain(tight, {"memory": None}, time_limit_s=10).why_not
+    assert free is not None and free.step_s == faster.step_s and free.dropped.startswith("memory=")
     same = pp.explain(tight, {"overlap": 2}, time_limit_s=10).why_not
     assert same is not None and same.verdict == "as fast"
 

@@ -17,7 +17,9 @@ from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.profile import Profile
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
+from paraplan.planner.search import search
 from paraplan.report.diagnosis.faster import TENTH, faster, quicker
 from paraplan.report.diagnosis.memory_use import Priced, keeping_compute_s, memory_use, priced, priced_without, saving
 from paraplan.report.diagnosis.records import COMPUTE, FILL_AND_DRAIN, OTHERS, PART_WORDS, RECOMPUTATION, Breakdown
@@ -208,6 +210,19 @@ def _kept(plan: Plan) -> Plan:
         for s in plan.stages
     )
     return msgspec.structs.replace(plan, stages=stages)
+
+
+def test_a_schedule_of_ops_is_what_one_device_holds_less_by() -> None:
+    job = Job(program_of("gpt2", 0.0), ClusterSpec.local(1), OPTIMIZERS["adamw"], ModelRef(display="gpt2"), {})
+    alone = Constraints(microbatches=1, reserve_bytes=0)
+    budget = 3 * priced(search(job, alone, certify=False).plan).peak_bytes // 4
+    within = msgspec.structs.replace(alone, memory_bytes=budget)
+    made = priced(search(job, within, certify=False).plan)
+    assert made.plan.memory_actions is not None
+    (parts,) = broken_down(made)
+    (found,) = saving(made, priced_without(made.plan), budget, lambda what: False)
+    assert found.what.startswith("a schedule of ops") and found.forced and found.over_bytes > 0
+    assert parts.of(RECOMPUTATION) == pytest.approx(found.costs_s, rel=1e-6)
 
 
 def test_what_is_on_the_host_is_named_with_what_it_costs() -> None:

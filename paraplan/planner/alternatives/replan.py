@@ -172,7 +172,7 @@ def alternative(plan: Plan, pins: Mapping[str, Any], time_limit_s: float, progre
 
     Args:
         plan: whose job it is.
-        pins: options of `Constraints` by keyword.
+        pins: options of `Constraints` by keyword; a default in place of what was pinned leaves that open.
         time_limit_s: for each of up to three searches.
         progress: told what is being tried.
     Raises:
@@ -181,14 +181,19 @@ def alternative(plan: Plan, pins: Mapping[str, Any], time_limit_s: float, progre
         TypeError: there is no such option.
     """
     check_keywords("explain", pins, Constraints)
-    asked = keywords_of(from_keywords(Constraints, pins))
+    read = from_keywords(Constraints, pins)
+    asked = {word: getattr(read, fields_of(Constraints)[word].name) for word in pins}
     if not asked:
-        raise ConstraintError("why-not pins nothing beside what is usual: name an option and a value, e.g. tp=8,pp=4")
+        raise ConstraintError("why-not pins nothing: name an option and a value, e.g. tp=8,pp=4")
     before = keywords_of(constraints_of(plan))
     divides = bool(_DEGREES.difference(("microbatches",)).intersection(asked))
     replaced = _DEGREES if divides else frozenset[str]()
     left = {word: value for word, value in before.items() if word not in asked and word not in replaced}
-    dropped = {word: value for word, value in before.items() if word not in left and asked.get(word) != value}
+    dropped = {
+        word: value
+        for word, value in before.items()
+        if word not in left and (word not in asked or asked[word] != value)
+    }
     constraints = from_keywords(Constraints, {**left, **asked})
     made = Alternative(constraints, left, dropped)
     job = job_of(plan)

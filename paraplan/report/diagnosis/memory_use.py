@@ -23,6 +23,7 @@ from paraplan.report.memory_report import class_told
 from paraplan.report.units import show_ranks
 
 RECOMPUTATION, CHUNKS, UNBUNDLED = "recomputation", "running in chunks", "a collective for every small parameter"
+ORDERED = "a schedule of ops, executed again or waiting elsewhere"
 STATES, PARAMS = "states", "parameters"
 
 
@@ -106,14 +107,14 @@ def keeping_compute_s(others: Mapping[str, Priced]) -> tuple[float, ...] | None:
     Args:
         others: as for `saving`.
     """
-    other = others.get(RECOMPUTATION)
+    other = others.get(RECOMPUTATION) or others.get(ORDERED)
     return None if other is None else own_compute_s(other.plan, other.programs, other.simulation)
 
 
 def _without(plan: Plan) -> list[tuple[str, Plan]]:
     """What a plan does to hold less, and the plan without it."""
     if plan.memory_actions is not None:  # an order of ops that runs some again and copies some away
-        return [(RECOMPUTATION, msgspec.structs.replace(plan, memory_actions=None))]
+        return [(ORDERED, msgspec.structs.replace(plan, memory_actions=None))]
     tiers = [("activations on " + tier, _fates(plan, (tier,))) for tier in TIERS]
     placed = [(f"{what} on {tier}", _home(plan, what, tier)) for what in (STATES, PARAMS) for tier in TIERS]
     bundled = msgspec.structs.replace(plan, bundle_bytes=BUNDLE_BYTES)

@@ -65,7 +65,7 @@ def memory_words(use: MemoryUse) -> str:
     room = f"{show_bytes(left)} are free" if left >= 0 else f"{show_bytes(-left)} too much"
     reserved = f", for which {show_bytes(use.reserved_bytes)} are reserved," if use.reserved_bytes else ""
     return (
-        f"fullest are {use.ranks}: {show_bytes(use.peak_bytes)} alive at the peak{reserved} of "
+        f"fullest: {use.ranks}, {show_bytes(use.peak_bytes)} alive at the peak{reserved} of "
         f"{show_bytes(use.budget_bytes)} that a plan may hold there ({show_bytes(use.memory_bytes)} in all); {room}"
     )
 
