@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "compile": "paraplan.api",
+    "explain": "paraplan.explaining",
     "fit": "paraplan.fitting",
     "Plan": "paraplan.api",
     "Trainer": "paraplan.runtime.trainer",

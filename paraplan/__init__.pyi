@@ -2,6 +2,7 @@ from paraplan.api import Plan as Plan
 from paraplan.api import compile as compile
 from paraplan.capture.register import register_cost as register_cost
 from paraplan.capture.register import register_rule as register_rule
+from paraplan.explaining import explain as explain
 from paraplan.fitting import fit as fit
 from paraplan.ir.errors import InfeasibleError as InfeasibleError
 from paraplan.ir.errors import ParaplanError as ParaplanError

@@ -289,7 +289,8 @@ def compile(
     _part("check_planner")(asked.strategy)
     job, reads, warning = captured_job(model, spec, asked, pins)
     found = _part("plan_by")(asked.strategy, job, pins, asked.time_limit_s, asked.progress or (lambda text: None))
-    data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))))
+    notes = (*found.plan.notes, *filter(None, (warning,)))
+    data = msgspec.structs.replace(found.plan, notes=notes, pins=pins.as_data)
     programs = verify_plan(data)
     return Plan(data, programs, found.solve_s, time.perf_counter() - started, reads)
 

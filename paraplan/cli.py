@@ -1,4 +1,4 @@
-"""The paraplan command: plan, show, simulate, compare, run, cluster.
+"""The paraplan command: plan, show, explain, simulate, compare, run, cluster.
 
 Loads quickly: what plans, prices and runs is imported through `_part` by the command that needs it. A fault is one
 message on stderr and exit code 2; `--debug` shows where it came from. `--json` prints one object as the last line.
@@ -24,7 +24,7 @@ from paraplan.jobs.run_options import RunOptions
 from paraplan.plan_options import JobOptions
 from paraplan.planner.constraints import Constraints
 from paraplan.terminal import cluster_commands, profile_commands
-from paraplan.terminal.command_options import AsJson, ModelName, Settings, with_options
+from paraplan.terminal.command_options import AsJson, ModelName, Settings, parse_pins, with_options
 from paraplan.terminal.model_settings import parse_settings
 from paraplan.terminal.output import Progress, out, print_fault, print_json
 
@@ -40,6 +40,9 @@ profile_commands.add_to(app)
 _PARTS = {
     "Plan": "paraplan.api",
     "compile": "paraplan.api",
+    "explain": "paraplan.explaining",
+    "show_diagnosis": "paraplan.terminal.diagnosis",
+    "diagnosis_json": "paraplan.terminal.diagnosis",
     "compare_memory": "paraplan.comparing",
     "compare_plans": "paraplan.comparing",
     "make_model": "paraplan.jobs.models",
@@ -185,6 +188,32 @@ def simulate(
                 "tier_peak_bytes": simulation.tier_peak_bytes,
             }
         )
+
+
+@app.command()
+def explain(
+    path: PlanFile,
+    why_not: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tp=8,pp=4",
+            help="What the same job comes to with other options of paraplan plan, set side by side.",
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="For each plan made anew; 0: none is (what a GiB more memory is worth)."),
+    ] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a plan: what binds it, what more would be worth, what else was tried, why it is not another."""
+    pins = None if why_not is None else parse_pins(why_not, Constraints)
+    loaded = _part("Plan").load(path)
+    with Progress() as tell:
+        found = _part("explain")(loaded, pins, time_limit_s=time_limit, progress=tell)
+    _part("show_diagnosis")(out(), found)
+    if as_json:
+        print_json(_part("diagnosis_json")(found))
 
 
 @app.command()

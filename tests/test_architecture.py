@@ -36,7 +36,15 @@ BELOW_THE_API = (
 )
 
 FLOORS: dict[str, tuple[str, ...]] = {
-    "": ("api", "fitting", "runtime.trainer", "ir", "planner.constraints", "capture.register"),  # on first use
+    "": (
+        "api",
+        "explaining",
+        "fitting",
+        "runtime.trainer",
+        "ir",
+        "planner.constraints",
+        "capture.register",
+    ),  # on first use
     "ir": (),
     "rules": ("ir",),
     "kernels": ("ir", "rules.layers.float8"),
@@ -52,10 +60,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "plan_options": ("ir", "planner.constraints"),
     "api": (*BELOW_THE_API, "baselines"),
     "fitting": (*BELOW_THE_API, "api"),
+    "explaining": ("ir", "planner", "report", "api"),
     "comparing": ("ir", "rules", "planner", "baselines", "api", "plan_options"),
     "terminal": ("ir", "capture", "report", "jobs", "plan_options", "cost_models"),
     "cli": (
-        *("ir", "api", "comparing", "baselines", "report", "jobs", "plan_options", "terminal"),
+        *("ir", "api", "comparing", "explaining", "baselines", "report", "jobs", "plan_options", "terminal"),
         *("planner.constraints", "__version__"),
     ),
     "__main__": ("cli",),
@@ -75,7 +84,7 @@ OPTIONAL = ("matplotlib", "jinja2", "transformers", "safetensors")
 """What may be imported inside a function, being installed only with an extra."""
 
 TORCH_PRIVATE = ("kernels/torch_private.py", "codegen/torch_private.py", "runtime/executing/torch_private.py")
-NO_TORCH_ROOMS = ("ir", "rules", "lowering", "cost_models", "planner", "baselines", "report")
+NO_TORCH_ROOMS = ("ir", "rules", "lowering", "cost_models", "planner", "baselines", "report", "explaining")
 TORCH_AND_ALL_ON_IT = ("torch", "torchvision", "transformers", "safetensors")
 SOLVERS = ("ortools", "pulp")
 NAME_COLLECTIVES = ("rules/", "cost_models/communication/collectives.py", "runtime/transport/collectives.py")
@@ -105,7 +114,7 @@ TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "parti
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 PUBLIC = {
-    *("__version__", "compile", "fit", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
+    *("__version__", "compile", "explain", "fit", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
     "InfeasibleError",
     *("register_rule", "register_cost", "release_caches"),
 }

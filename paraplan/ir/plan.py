@@ -8,7 +8,7 @@ It is data: loading one never imports or executes anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -272,6 +272,30 @@ class Certificate(Value, frozen=True, kw_only=True):
     gap: float
 
 
+MOST_TRIED = 24
+"""Records that a plan keeps of what its search tried."""
+
+
+class Tried(Value, frozen=True, kw_only=True):
+    """A plan that a search made, or found none of.
+
+    Attributes:
+        what: its degrees, mesh, microbatches and schedule in words.
+        step_s: simulated; None where nothing was found.
+        peak_bytes: the most any rank has alive; 0 where nothing was found.
+        estimated_s: what the step was estimated at before it was planned; None where it was not, or not to fit.
+        why: why nothing was found, or why it was not taken though it is faster; "" where there is nothing to say.
+        pins: what was pinned to plan it, beside what the user pinned, as in `Plan.pins`; {} where nothing was.
+    """
+
+    what: str
+    step_s: float | None = None
+    peak_bytes: int = 0
+    estimated_s: float | None = None
+    why: str = ""
+    pins: dict[str, Any] = {}
+
+
 REDUCE_DTYPES = {"": "", "fp32": "float32", "bf16": "bfloat16"}
 """In which dtype gradients may be summed over ranks; "" where each is summed in the dtype it then has."""
 
@@ -314,7 +338,11 @@ class Plan(Value, frozen=True, kw_only=True):
         profile: measured times the prediction rests on, where there are any: those of this plan's ops alone.
         prediction, certificate: what is foretold and proved.
         notes: what the reader should know (ops replicated for want of a rule, times measured or modelled).
+        pins: what was pinned: the fields of `planner.constraints.Constraints` that differ from their defaults.
+        tried: what the search tried, the fastest first, this plan among them; () where there was one way alone.
     """
+
+    left_out: ClassVar[tuple[str, ...]] = ("pins", "tried")
 
     version: int = PLAN_VERSION
     made_with: dict[str, str]
@@ -340,6 +368,8 @@ class Plan(Value, frozen=True, kw_only=True):
     prediction: Prediction | None = None
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
+    pins: dict[str, Any] = {}
+    tried: Annotated[tuple[Tried, ...], msgspec.Meta(max_length=MOST_TRIED)] = ()
 
     @property
     def num_shares(self) -> int:

@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -20,7 +20,22 @@ T = TypeVar("T")
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A frozen value; equal fields make equal values."""
+    """A frozen value; equal fields make equal values.
+
+    Attributes:
+        left_out: fields that files do not have where they are empty, so that what was written before they were is the
+            same file still.
+    """
+
+    left_out: ClassVar[tuple[str, ...]] = ()
+
+
+def written_fields(value: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a value that its file has, in order, by their names there."""
+    left_out = getattr(value, "left_out", ())
+    names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+    fields = [(key, name, getattr(value, name)) for key, name in names]
+    return {key: held for key, name, held in fields if held or name not in left_out}
 
 
 def to_json(value: Any) -> bytes:
@@ -38,8 +53,7 @@ def _pretty(value: Any, depth: int, levels: int) -> str:
     if depth >= levels or getattr(getattr(value, "__struct_config__", None), "array_like", False):
         return msgspec.json.encode(value).decode()
     if isinstance(value, msgspec.Struct):
-        names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
-        pairs = [(key, getattr(value, name)) for key, name in names]
+        pairs = list(written_fields(value).items())
     elif isinstance(value, dict):
         pairs = list(value.items())
     elif isinstance(value, (tuple, list)) and value and not isinstance(value[0], (int, float, str)):

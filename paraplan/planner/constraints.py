@@ -297,6 +297,12 @@ class Constraints(Options, frozen=True, kw_only=True):
     )] = {}  # fmt: skip
 
     @property
+    def as_data(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as files have them."""
+        plain, made = Constraints(), msgspec.json.decode(msgspec.json.encode(self))
+        return {name: value for name, value in made.items() if getattr(self, name) != getattr(plain, name)}
+
+    @property
     def tiers(self) -> tuple[str, ...]:
         """Where activations may wait."""
         return OFFLOAD[self.offload]

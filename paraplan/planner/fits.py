@@ -26,8 +26,10 @@ import msgspec
 from paraplan.cost_models.predict import with_reserved
 from paraplan.ir.errors import NoPlanError, SolverLimitError
 from paraplan.ir.plan import Certificate, Plan, Prediction
+from paraplan.ir.plan_words import plan_words
 from paraplan.ir.sizes import say_size
 from paraplan.lowering import lower
+from paraplan.planner.alternatives.tried import kept, planned, unreserved
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
@@ -123,7 +125,7 @@ def _for_fewer(
     """A plan that allocators have room for, of searches for fewer bytes."""
     budget = device_budget(job.cluster, constraints)
     why: NoPlanError | None = None
-    ways, late = [_same_mesh(constraints, tries[0].plan), constraints], 0
+    ways, late = [on_the_same_mesh(constraints, tries[0].plan), constraints], 0
     for pins in ways if ways[0].mesh != constraints.mesh else ways[1:]:
         if late > LATE:
             break
@@ -137,7 +139,7 @@ def _for_fewer(
             late += deadline.is_over
             if high - low <= budget // _NEAR or late > LATE:
                 break
-            fewer = msgspec.structs.replace(_in_a_hurry(pins, plan) if late else pins, memory_bytes=allowed)
+            fewer = msgspec.structs.replace(in_the_family(pins, plan) if late else pins, memory_bytes=allowed)
             try:
                 found = find(job, fewer, deadline.share_s(0.5), progress, certify=False)
             except NoPlanError as fault:
@@ -163,12 +165,12 @@ def _timed(found: BestPlan, deadline: Deadline) -> BestPlan:
     return replace(found, plan=msgspec.structs.replace(found.plan, notes=(*found.plan.notes, note)))
 
 
-def _in_a_hurry(constraints: Constraints, plan: Plan) -> Constraints:
-    """The constraints on a plan's mesh, in its stages and microbatches."""
-    return msgspec.structs.replace(_same_mesh(constraints, plan), microbatches=plan.num_microbatches)
+def in_the_family(constraints: Constraints, plan: Plan) -> Constraints:
+    """The constraints with a plan's positions, mesh, stages, schedule and microbatches."""
+    return msgspec.structs.replace(on_the_same_mesh(constraints, plan), microbatches=plan.num_microbatches)
 
 
-def _same_mesh(constraints: Constraints, plan: Plan) -> Constraints:
+def on_the_same_mesh(constraints: Constraints, plan: Plan) -> Constraints:
     """The constraints with a plan's stages and their mesh, where they leave them open."""
     degrees = (constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero)
     mesh = plan.stages[0].mesh
@@ -210,7 +212,8 @@ def _last_of(tries: Sequence[BestPlan]) -> BestPlan:
             f"of the fastest plan by the bytes alive ({_predicted(first).step_s:.4g} s) "
             f"{say_size(needed_bytes(first))} would be reserved, of this one {say_size(needed_bytes(plan))}"
         )
-        plan = msgspec.structs.replace(plan, certificate=certificate, notes=(*plan.notes, note))
+        tried = kept((*unreserved(first, step_s), *plan.tried, planned(plan_words(plan), plan)))
+        plan = msgspec.structs.replace(plan, certificate=certificate, notes=(*plan.notes, note), tried=tried)
     return BestPlan(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
 
 

@@ -17,9 +17,11 @@ import msgspec
 from paraplan.cost_models.predict import with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.ir.plan import Plan
+from paraplan.ir.plan import Plan, Tried
+from paraplan.ir.plan_words import plan_words
 from paraplan.ir.process.garbage import seldom_collected
 from paraplan.lowering import lower
+from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.certificate import certified
 from paraplan.planner.checks import check_rates, check_tiers, with_states
@@ -153,7 +155,9 @@ def find(
     plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped) - len(late))
     notes = (*plan.notes, *_meshes_note(found, skipped, late, best), *unpriced, *delay_note(plan))
     plan = msgspec.structs.replace(
-        plan, notes=(*notes, *places_note(best, found, [each.fault for each in failures], constraints))
+        plan,
+        notes=(*notes, *places_note(best, found, [each.fault for each in failures], constraints)),
+        tried=_tried(plan, found, failures, skipped),
     )
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
@@ -189,18 +193,18 @@ def _pipeline(
         alone = msgspec.structs.replace(pinned, pp=1)
         return find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved).plan
 
-    def planned(pinned: Constraints) -> Plan:
+    def piped(pinned: Constraints) -> Plan:
         return search_pipeline(job, pinned, shardings)
 
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
     if constraints.pp is None:
         return search_joint(job, constraints, listed, shardings, one_stage, progress, deadline, certify)
     try:
-        return planned(constraints)
+        return piped(constraints)
     except NoPlanError as fault:
         counts = () if constraints.microbatches is not None else pipeline_counts(job.program, constraints)
         tried: list[int] = []
-        found = _pipelines(counts, tried, constraints, planned, progress, deadline)
+        found = _pipelines(counts, tried, constraints, piped, progress, deadline)
         if not found:
             also = f"; nor in {', '.join(map(str, sorted(tried)))} microbatches" if tried else ""
             late = "; then time ran out" if len(tried) < len(counts) else ""
@@ -213,7 +217,7 @@ def _pipelines(
     counts: Sequence[int],
     tried: list[int],
     constraints: Constraints,
-    planned: Callable[[Constraints], Plan],
+    piped: Callable[[Constraints], Plan],
     progress: Progress,
     deadline: Deadline,
 ) -> list[Plan]:
@@ -225,7 +229,7 @@ def _pipelines(
         tried.append(count)
         progress(f"pp={constraints.pp}, {count} microbatches")
         with suppress(NoPlanError, ConstraintError):  # a schedule may not take so many
-            return [planned(msgspec.structs.replace(constraints, microbatches=count))]
+            return [piped(msgspec.structs.replace(constraints, microbatches=count))]
         return []
 
     return most_first(counts, 1, found)
@@ -270,6 +274,24 @@ def _meshes_note(found: list[Candidate], skipped: list[Skipped], late: list[Mesh
     if late:
         text += f"; not solved, as time ran out: {', '.join(map(_shape, late))}"
     return (text,)
+
+
+def _tried(plan: Plan, found: list[Candidate], failures: list[Failure], skipped: list[Skipped]) -> tuple[Tried, ...]:
+    """What was solved beside the plan, and what was not."""
+    made = [
+        Tried(what=plan_words(each.plan), step_s=each.simulation.step_s, peak_bytes=max(each.simulation.peak_bytes))
+        for each in sorted(found, key=lambda each: -each.simulation.step_s)
+    ]
+    none = [
+        in_vain(f"mesh {_shape(each.mesh)}, {count} microbatch{'es' if count > 1 else ''}", each.fault)
+        for each in failures
+        for count in (each.num_microbatches,)
+    ]
+    less = [
+        in_vain(f"mesh {_shape(each.mesh)}", f"not solved: all plans there take {each.work_s:.4g} s of work or more")
+        for each in skipped
+    ]
+    return kept((*none, *less, *made, planned(plan_words(plan), plan)))
 
 
 def _shape(mesh: Mesh) -> str:

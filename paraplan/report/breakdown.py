@@ -24,6 +24,7 @@ _CLASS_WORDS = {
     "view": "layout copies",
 }
 
+UPDATE_WORK = "optimizer update"
 _PURPOSES = {ActionKind.F: "forward", ActionKind.B: "backward"}
 _AROUND = "gradients, update, loss"
 
@@ -42,6 +43,7 @@ class CollectiveRow(Value, frozen=True, kw_only=True):
     Attributes:
         name: e.g. "all_reduce".
         axis: the mesh axis.
+        link: the level of links that it goes over.
         purpose: "forward", "backward", or what surrounds them.
         count: how many.
         nbytes: put in by one rank, all of them.
@@ -50,6 +52,7 @@ class CollectiveRow(Value, frozen=True, kw_only=True):
 
     name: str
     axis: str
+    link: str
     purpose: str
     count: int
     nbytes: int
@@ -90,7 +93,7 @@ def time_breakdown(
                 row[2] += times * costs.instr_s(block, instr)
     for span in trace.spans:
         if span.label in ("update", "accumulate"):
-            label = "optimizer update" if span.label == "update" else "gradient accumulation"
+            label = UPDATE_WORK if span.label == "update" else "gradient accumulation"
             tally.seconds[label] += span.busy_s
             tally.kernels[label] += 1
     times_found = tuple(
@@ -102,6 +105,7 @@ def time_breakdown(
         CollectiveRow(
             name=name,
             axis=program.mesh_axes[axis],
+            link=costs.moves.links[axis].level,
             purpose=purpose,
             count=int(row[0]),
             nbytes=int(row[1]),

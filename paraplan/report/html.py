@@ -10,7 +10,7 @@ from paraplan.report.layouts import KindRow
 from paraplan.report.svg import memory_svg, timeline_svg
 from paraplan.report.units import show_bytes, show_seconds, show_share
 
-_STYLE = """
+STYLE = """
 .pp{--pp-ink:#1c2330;--pp-soft:#667085;--pp-line:#e4e7ec;--pp-lane:#f2f4f7;--pp-fwd:#3f7fd1;--pp-bwd:#8a63c9;
 --pp-upd:#d99a2b;--pp-comm:#2fa08a;--pp-limit:#d0453f;color:var(--pp-ink);font:13px/1.45 system-ui,-apple-system,
 "Segoe UI",sans-serif;max-width:900px}
@@ -44,7 +44,7 @@ def html_fragment(told: Explanation) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in told.notes)
     return "".join(
         (
-            f'<div class="pp"><style>{_STYLE}</style><h3>{escape(told.title)}</h3>',
+            f'<div class="pp"><style>{STYLE}</style><h3>{escape(told.title)}</h3>',
             _cards(told.verdict),
             _facts((*told.facts, *((f"batch {name}", words) for name, words in told.batch), *_rest(told.verdict))),
             f"<h4>Timeline of the busiest rank</h4>{timeline_svg(told.trace)}{_KEY}",
@@ -97,25 +97,27 @@ def _rest(verdict: Sequence[Fact]) -> Iterable[Fact]:
 
 
 def _facts(facts: Iterable[Fact]) -> str:
-    return _table((), ((f'<span class="soft label">{escape(label)}</span>', escape(value)) for label, value in facts))
+    return html_table(
+        (), ((f'<span class="soft label">{escape(label)}</span>', escape(value)) for label, value in facts)
+    )
 
 
 def _times(told: Explanation) -> str:
     whole = sum(row.seconds for row in told.times)
     rows = (
-        (escape(row.name), _bar(row.seconds, whole), show_seconds(row.seconds), show_share(row.seconds, whole))
+        (escape(row.name), html_bar(row.seconds, whole), show_seconds(row.seconds), show_share(row.seconds, whole))
         for row in told.times
     )
-    return _table(("", "", "#time", "#share"), rows)
+    return html_table(("", "", "#time", "#share"), rows)
 
 
 def _memory(told: Explanation) -> str:
     whole = told.memory.peak_bytes
     rows = (
-        (escape(row.what), _bar(row.nbytes, whole), show_bytes(row.nbytes), show_share(row.nbytes, whole))
+        (escape(row.what), html_bar(row.nbytes, whole), show_bytes(row.nbytes), show_share(row.nbytes, whole))
         for row in told.memory.by_role()
     )
-    return _table(("", "", "#bytes", "#share"), rows)
+    return html_table(("", "", "#bytes", "#share"), rows)
 
 
 def _largest(told: Explanation) -> str:
@@ -131,14 +133,14 @@ def _largest(told: Explanation) -> str:
         )
         for row in told.memory.largest
     )
-    return _table(("tensor", "#count", "#bytes each", "shape", "what for", "made by", "read next by"), rows)
+    return html_table(("tensor", "#count", "#bytes each", "shape", "what for", "made by", "read next by"), rows)
 
 
 def _soft(text: str) -> str:
     return f'<div class="soft">{escape(text)}</div>' if text else ""
 
 
-def _bar(part: float, whole: float) -> str:
+def html_bar(part: float, whole: float) -> str:
     return f'<span class="bar" style="width:{max(1, round(70 * part / whole)) if whole else 1}px"></span>'
 
 
@@ -156,7 +158,7 @@ def _collectives(told: Explanation) -> str:
         )
         for row in told.collectives
     )
-    return _table(("collective", "over", "for", "#count", "#bytes put in", "#time"), rows)
+    return html_table(("collective", "over", "for", "#count", "#bytes put in", "#time"), rows)
 
 
 def _stage(index: int, rows: Sequence[KindRow], count: int) -> str:
@@ -169,13 +171,13 @@ def _kind(row: KindRow) -> str:
         (f"<code>{escape(p.name)}</code>", " x ".join(map(str, p.shape)), escape(p.words), show_bytes(p.nbytes))
         for p in row.params
     )
-    table = _table(("parameter", "shape", "layout", "#stored per rank"), params) if row.params else ""
+    table = html_table(("parameter", "shape", "layout", "#stored per rank"), params) if row.params else ""
     handed = f'<div class="soft">hands on {escape("; ".join(row.outputs))}</div>' if row.outputs else ""
     times = f"{row.instances} x " if row.instances > 1 else ""
     return f"<details open><summary><b>{times}{escape(row.label)}</b></summary>{handed}{table}</details>"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Cells are HTML; heads that begin with # make right-aligned number columns."""
     numeric = [head.startswith("#") for head in heads]
     head = "".join(f"<th{_n(n)}>{escape(h.lstrip('#'))}</th>" for h, n in zip(heads, numeric, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _BYTES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
@@ -23,6 +25,11 @@ def show_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds / 1e-6:.2g} µs"
 
 
+def show_signed_seconds(seconds: float) -> str:
+    """`-0.0123` as "-12.3 ms", `0.0123` as "+12.3 ms"."""
+    return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{show_seconds(abs(seconds))}"
+
+
 def show_count(number: float) -> str:
     """`8030261248` as "8.03 B"."""
     for unit, size in _COUNTS:
@@ -34,6 +41,18 @@ def show_count(number: float) -> str:
 def show_share(part: float, whole: float) -> str:
     """A percentage; empty where there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def show_ranks(ranks: Iterable[int]) -> str:
+    """`(0, 1, 2, 3, 6)` as "ranks 0-3, 6"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(runs) > 1 or any(first != last for first, last in runs) else ''} {text}"
 
 
 def _digits(value: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import types
@@ -11,6 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
 
+from paraplan.ir.errors import ConstraintError
 from paraplan.ir.options import OptionField, Options, fields_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +52,57 @@ def with_options(*kinds: type[Options], only: tuple[str, ...] | None = None) -> 
     return decorated
 
 
+def parse_pins(text: str, kind: type[Options]) -> dict[str, Any]:
+    """`tp=8,pp=4` as options by keyword, by the names and with the values that the command line has for them.
+
+    Args:
+        text: options joined by commas; a value may have commas of its own (`mesh=8,8,pp=4`), a flag is its name.
+        kind: the struct that defines them.
+    Raises:
+        ConstraintError: there is no such option, it is given twice, or its value cannot be read; says what can.
+    """
+    fields = {_flag(field): field for field in fields_of(kind).values() if field.option.help}
+    found: list[tuple[str, str | None]] = []
+    for part in map(str.strip, text.split(",")):
+        name, equals, value = part.removeprefix("--").partition("=")
+        name = name.strip().replace("_", "-")
+        if equals or name in fields:
+            found.append((name, value.strip() if equals else None))
+        elif found and found[-1][1] is not None:  # a value goes on
+            found[-1] = (found[-1][0], f"{found[-1][1]},{part}")
+        else:
+            raise ConstraintError(f"{part!r} is no option with a value: write e.g. tp=8,pp=4")
+    pins: dict[str, Any] = {}
+    for name, given in found:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 3, 0.5)
+            meant = f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(fields)}"
+            raise ConstraintError(f"{name!r} is no option of a plan{meant}")
+        if fields[name].keyword in pins:
+            raise ConstraintError(f"{name} is given twice")
+        pins[fields[name].keyword] = _read(name, fields[name], given)
+    return pins
+
+
+def _read(name: str, field: OptionField, value: str | None) -> Any:
+    """A value as the command line reads it."""
+    kind = _terminal_type(field)
+    if kind is bool:
+        if value not in (None, "true", "false"):
+            raise ConstraintError(f"{name}={value}: is there or not: write {name} alone, or {name}=false")
+        return value != "false"
+    if not value:
+        raise ConstraintError(f"{name} has no value: write {name}={field.option.metavar or 'VALUE'}")
+    try:
+        return _value(field, kind(value))
+    except ValueError:
+        raise ConstraintError(f"{name}={value}: give a number") from None
+
+
+def _flag(field: OptionField) -> str:
+    return field.option.flag or field.keyword.replace("_", "-")
+
+
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
 
@@ -57,7 +110,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def _parameter(field: OptionField) -> inspect.Parameter:
     """The option as a parameter that typer reads."""
     kind, option = _terminal_type(field), field.option
-    flag = f"--{option.flag or field.keyword.replace('_', '-')}"
+    flag = f"--{_flag(field)}"
     default = None if field.default in ("", ()) else field.default
     shown = typer.Option(flag, metavar=option.metavar, help=option.help, rich_help_panel=option.group or None)
     annotation: Any = Annotated[kind if default is not None else kind | None, shown]

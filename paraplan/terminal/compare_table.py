@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from paraplan.ir.plan_words import plan_words
 from paraplan.report.units import show_bytes, show_seconds
 
 
@@ -93,21 +94,10 @@ def plans_table(found: Any) -> Group:
             f"+{100 * (told.step_s / least_s - 1):.1f} %",
             f"{100 * told.mfu:.1f} %" if told.mfu else "",
             show_bytes(max(told.peak_bytes)),
-            _plan_words(row.plan),
+            plan_words(row.plan),
             seconds,
         )
     return Group(table, Text("Every plan runs: paraplan plan --strategy NAME. – nothing fits.", style="dim"))
-
-
-def _plan_words(plan: Any) -> str:
-    """Degrees, microbatches, schedule."""
-    mesh = plan.stages[0].mesh
-    axes = " ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-    positions = plan.cluster.num_devices // mesh.size
-    stages = f"pp={positions} ({len(plan.stages)} stages, {plan.schedule.name}) " if positions > 1 else ""
-    again = any(choice.activations for stage in plan.stages for choice in stage.choices)
-    count = plan.num_microbatches
-    return f"{stages}{axes}, {count} microbatch{'es' if count > 1 else ''}{', recomputing' if again else ''}"
 
 
 def plans_json(found: Any) -> dict[str, Any]:
@@ -121,7 +111,7 @@ def plans_json(found: Any) -> dict[str, Any]:
                 "step_s": prediction.step_s,
                 "mfu": prediction.mfu,
                 "peak_bytes": max(prediction.peak_bytes),
-                "plan": _plan_words(row.plan),
+                "plan": plan_words(row.plan),
                 "notes": list(row.plan.notes),
             }
         rows.append(told)

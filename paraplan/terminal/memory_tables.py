@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paraplan.report.memory_report import MemoryTold, PartRow, TensorRow
-from paraplan.report.units import show_bytes, show_seconds, show_share
+from paraplan.report.units import show_bytes, show_ranks, show_seconds, show_share
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH, _CODE = 12, 60
@@ -31,7 +31,7 @@ def memory_json(told: Sequence[MemoryTold]) -> dict[str, Any]:
 
 def _class(console: Console, told: MemoryTold, several: bool) -> None:
     if several:
-        console.print(f"\n[bold cyan]{_ranks(told.ranks)}[/bold cyan]")
+        console.print(f"\n[bold cyan]{show_ranks(told.ranks)}[/bold cyan]")
     console.print(
         f"[dim]peak[/dim]     [bold]{show_bytes(told.peak_bytes)}[/bold] of {show_bytes(told.memory_bytes)} "
         f"({show_share(told.peak_bytes, told.memory_bytes)}), by {show_seconds(told.at_s)} of the step's "
@@ -53,18 +53,6 @@ def _class(console: Console, told: MemoryTold, several: bool) -> None:
     for row in told.largest:
         _tensor(console, row)
     console.print(f"\n[dim]{_uncounted(told)}[/dim]", highlight=False)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """`ranks 0-3, 6`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def _curve(console: Console, told: MemoryTold) -> None:

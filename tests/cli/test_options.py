@@ -31,6 +31,7 @@ OPTIONS = {
         "--time-limit", "--json",
     ],
     "show": ["PLAN", "--memory", "--json"],
+    "explain": ["PLAN", "--why-not", "--time-limit", "--json"],
     "simulate": ["PLAN", "--cluster", "--trace", "--json"],
     "cluster list": ["--json"],
     "cluster show": ["CLUSTER", "--json"],

@@ -69,6 +69,9 @@ class RankTrace(Value, frozen=True, kw_only=True):
             left of the step when this rank has ended.
         update_s: per tier that updates parameters ("update:host"), seconds it does.
         exposed_update_s: seconds compute stood still for these.
+        stalled_s: per stream, seconds compute stood still for it once it had begun; the step's end, where compute has
+            nothing left to do, is the stream's that ends last. With compute_s and bubble_s they add up to step_s.
+        bubbles: from when to when compute stood still for messages that had not begun.
     """
 
     step_s: float
@@ -87,6 +90,8 @@ class RankTrace(Value, frozen=True, kw_only=True):
     bubble_s: float = 0.0
     update_s: dict[str, float] = {}
     exposed_update_s: float = 0.0
+    stalled_s: dict[str, float] = {}
+    bubbles: tuple[tuple[float, float], ...] = ()
 
     @property
     def work(self) -> dict[str, float]:
@@ -237,6 +242,8 @@ class RankEngine:
             update_s=updates,
             exposed_update_s=self.time.stalled_s(UPDATE),
             tier_peak_bytes={tier: peak for tier, peak in self.tier_peaks.items() if peak},
+            stalled_s=self.time.all_stalled_s,
+            bubbles=tuple(self.time.bubbles),
         )
 
     def _key(self, step: Step) -> Key:

@@ -51,6 +51,7 @@ class TimeWalk:
         self.work: dict[str, float] = {COMPUTE: 0.0}
         self.stalled: dict[str, float] = {}
         self.bubble_s = 0.0
+        self.bubbles: list[tuple[float, float]] = []
         self.spans: list[Span] = []
         self._late: tuple[Step, str, float] | None = None
         self._unfinished: dict[Name, tuple[float, str]] = {}
@@ -63,6 +64,12 @@ class TimeWalk:
     def stalled_s(self, on: str) -> float:
         """Seconds compute stood still for streams whose names begin so."""
         return sum((seconds for stream, seconds in self.stalled.items() if stream.startswith(on)), 0.0)
+
+    @property
+    def all_stalled_s(self) -> dict[str, float]:
+        """Seconds compute stood still for each stream, and at the end for the one that ends last."""
+        last, left = max(self.clock, key=lambda stream: self.clock[stream]), self.end_s - self.clock[COMPUTE]
+        return {**self.stalled, last: self.stalled.get(last, 0.0) + left} if left > 0 else dict(self.stalled)
 
     @property
     def waited_s(self) -> float:
@@ -105,10 +112,11 @@ class TimeWalk:
 
     def update(self, step: Step, stream: str, seconds: float) -> None:
         """An update elsewhere, for which compute stands still."""
-        begin = max(self.clock[COMPUTE], self.clock.get(stream, 0.0))
+        now = self.clock[COMPUTE]
+        begin = max(now, self.clock.get(stream, 0.0))
         self.clock[COMPUTE] = self.clock[stream] = begin + seconds
         self.work[stream] = self.work.get(stream, 0.0) + seconds
-        self.stalled[stream] = self.stalled.get(stream, 0.0) + seconds
+        self.stalled[stream] = self.stalled.get(stream, 0.0) + begin + seconds - now
         self._span(step, stream, begin, begin + seconds, "update", seconds)
 
     def late_update(self, step: Step, stream: str, seconds: float) -> None:
@@ -132,7 +140,9 @@ class TimeWalk:
         """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble."""
         now = self.clock[COMPUTE]
         if end > now:
-            self.bubble_s += max(0.0, begin - now)
+            if begin > now:
+                self.bubble_s += begin - now
+                self.bubbles.append((now, begin))
             self.stalled[stream] = self.stalled.get(stream, 0.0) + end - max(now, begin)
             self.clock[COMPUTE] = end
         if end > self.clock.get(stream, 0.0):

@@ -19,6 +19,7 @@ import msgspec
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
+from paraplan.ir.struct import written_fields
 
 _ANNOTATIONS = ("sources", "source", "rule")
 """Of a graph and its ops: where they come from and how they may be sharded, not what they compute."""
@@ -32,7 +33,7 @@ def program_digest(program: Program) -> str:
 
 def plan_digest(plan: Plan) -> str:
     """sha256 of a plan, every field but its program."""
-    fields = {name: getattr(plan, name) for name in plan.__struct_fields__ if name != "program"}
+    fields = {name: value for name, value in written_fields(plan).items() if name != "program"}
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
 
 

@@ -18,8 +18,9 @@ from functools import cached_property, partial
 import msgspec
 
 from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError, SolverLimitError
-from paraplan.ir.plan import Plan
+from paraplan.ir.plan import Plan, Tried
 from paraplan.lowering import lower
+from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
@@ -78,6 +79,7 @@ class JointSearch:
     deadline: Deadline
     plans: list[Plan] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
     faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
     _off: dict[str, float] = field(default_factory=dict)
 
@@ -119,7 +121,7 @@ class JointSearch:
             f"the fastest were planned: {'; '.join(self.words)}"
         )
         best = min(self.plans, key=_step_s)
-        best = msgspec.structs.replace(best, notes=(*best.notes, note))
+        best = msgspec.structs.replace(best, notes=(*best.notes, note), tried=kept(self.tried))
         return self._certified(best, listed) if certify else best
 
     def _certified(self, best: Plan, listed: Sequence[Combination]) -> Plan:
@@ -147,7 +149,7 @@ class JointSearch:
         def fits(zero: int) -> bool:
             pins = msgspec.structs.replace(self.constraints, dp=n, zero=zero, recompute="none")
             late = self.plans and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
-            return not late and self._try(f"dp={n} zero={zero}", partial(one_stage, pins, False)) is not None
+            return not late and self._try(f"dp={n} zero={zero}", pins, partial(one_stage, pins, False)) is not None
 
         if fits(1):
             fits(0)
@@ -206,13 +208,15 @@ class JointSearch:
             return
         best = min(self.plans, key=_step_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
-            self._try("one stage", partial(one_stage, self.constraints, certify))
+            self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify))
         elif len(best.stages) == 1:
             mesh, count = best.stages[0].mesh.shape, best.num_microbatches
             pinned = msgspec.structs.replace(self.constraints, microbatches=count)
             if self._meshes_free:
                 pinned = msgspec.structs.replace(pinned, mesh=mesh)
-            self._try(f"one stage, solved on mesh {'x'.join(map(str, mesh))}", partial(one_stage, pinned, certify))
+            self._try(
+                f"one stage, solved on mesh {'x'.join(map(str, mesh))}", pinned, partial(one_stage, pinned, certify)
+            )
 
     @property
     def _meshes_free(self) -> bool:
@@ -220,17 +224,29 @@ class JointSearch:
         c = self.constraints
         return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
 
-    def _try(self, text: str, planned: Callable[[], Plan]) -> Plan | None:
-        """What is planned, told; None where nothing was found."""
+    def _try(
+        self,
+        what: str,
+        pins: Constraints,
+        make: Callable[[], Plan],
+        estimated: str = "",
+        step_s: float | None = None,
+    ) -> Plan | None:
+        """What is planned, told with what it was estimated at; None where nothing was found."""
+        text = f"{what}{estimated}"
         known = f"{text}; best so far {self.best_s:.4g} s" if self.plans else text
         self.progress(known)
         try:
-            plan = planned()
+            plan = make()
         except (ConstraintError, NoPlanError) as fault:
             self.faults.append(fault)
+            self.tried.append(in_vain(what, fault, step_s))
             self.words.append(f"{text}: nothing")
             return None
         self.plans.append(plan)
+        asked = self.constraints.as_data
+        more = {name: value for name, value in pins.as_data.items() if asked.get(name) != value}
+        self.tried.append(planned(what, plan, step_s, more))
         self.words.append(f"{text}: {_step_s(plan):.4g} s")
         return plan
 
@@ -239,15 +255,16 @@ class JointSearch:
         pinned = estimate.combination.pinned(self.constraints)
         if estimate.combination.each > NAMED[estimate.combination.schedule].stages:
             pinned = msgspec.structs.replace(pinned, stages=estimate.bounds)
-        said = f"{estimate.step_s:.4g} s estimated" if math.isfinite(estimate.step_s) else "estimated not to fit"
+        step_s = estimate.step_s if math.isfinite(estimate.step_s) else None
+        said = "estimated not to fit" if step_s is None else f"{step_s:.4g} s estimated"
 
-        def planned() -> Plan:
+        def make() -> Plan:
             check_constraints(pinned, self.job.cluster.num_devices)
             return search_pipeline(self.job, pinned, self.shardings, self._sharding(estimate))
 
-        plan = self._try(f"{estimate.combination.text} ({said})", planned)
-        if plan is not None and math.isfinite(estimate.step_s):
-            self._off[estimate.combination.family] = _step_s(plan) / estimate.step_s
+        plan = self._try(estimate.combination.text, pinned, make, f" ({said})", step_s)
+        if plan is not None and step_s is not None:
+            self._off[estimate.combination.family] = _step_s(plan) / step_s
 
     def _estimates(self, listed: Sequence[Combination]) -> list[Estimate]:
         """Of every combination, the most promising first."""
