@@ -331,7 +331,7 @@ class Plan(Value, frozen=True, kw_only=True):
         states_ahead: whether the first states that come to their update set out before the last segment's backward, and
             not after it (see `lowering.transfers.streamed_update`).
         parted_messages: whether, of what a stage sends, ranks that hold the same send a part each, which the next stage
-            gathers where it is read (Narayanan et al. 2021, section 4.1).
+            gathers where it is read (Narayanan et al. 2021, section 4.1); gradients added to whole ones go whole.
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
             copied to a tier and back (`ir.execution.memory_actions`); None: as lowered.

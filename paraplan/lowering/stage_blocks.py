@@ -29,6 +29,7 @@ from paraplan.lowering.blocks.backward import LoweredBackward, lower_backward
 from paraplan.lowering.blocks.forward import Given, KindContext, LoweredForward, evaluate_forward, lower_forward
 from paraplan.lowering.rewrites.chunks import gradients_known
 from paraplan.lowering.steps.whole_batch import whole_of
+from paraplan.lowering.transfers.crossings import Crossing, arrives_in_parts
 from paraplan.lowering.transfers.mesh_transfers import Message, crossing_layouts
 from paraplan.rules.time_axis import ProgramMicro, dual, program_micro
 
@@ -39,16 +40,6 @@ _FORWARDS: Lately[LoweredForward] = SESSION.lately(
 _BACKWARDS: Lately[LoweredBackward] = SESSION.lately(
     "stage_blocks.backwards", _INSTRS, lambda made: sum(len(part.block.instrs) for part in made.parts or (made,))
 )
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """A message, the value it is, and the stages whose actions send and receive it."""
-
-    message: Message
-    value: str
-    begin: int
-    end: int
 
 
 @dataclass
@@ -226,13 +217,15 @@ class PlanBlocks:
         maker = self.maker[value]
         source, target = route.groups[maker], route.groups[stage]
         spec, given = self._specs[value], route.parts[source].given[value]
-        message = self.message(f"{value}:{source}>{target}", spec, given.layout, source, target)
+        in_parts = self.plan.parted_messages
+        message = self.message(f"{value}:{source}>{target}", spec, given.layout, source, target, in_parts=in_parts)
         route.parts[target].given[value] = Given(message.received)
         route.values.append(Crossing(message, value, maker, stage))
 
     def message(
-        self, name: str, spec: TensorSpec, layout: Layout, source: int, target: int, wanted: Layout | None = None
-    ) -> Message:
+        self, name: str, spec: TensorSpec, layout: Layout, source: int, target: int, wanted: Layout | None = None,
+        in_parts: bool = False,
+    ) -> Message:  # fmt: skip
         """A message of a value that lies in some extended layout.
 
         Args:
@@ -241,10 +234,10 @@ class PlanBlocks:
             source, target: groups.
             wanted: of a value of the whole step, the layout the target is to have; None for values of microbatches,
                 which are taken as they arrive.
+            in_parts: as in `crossing_layouts`.
         """
         meshes, m = (self.held[source].mesh, self.held[target].mesh), self.plan.num_shares
         of_microbatch = wanted is None
-        in_parts = of_microbatch and self.plan.parted_messages
         sent, received = crossing_layouts(spec, layout, *meshes, m if of_microbatch else 1, in_parts)
         return Message(name, source, target, spec, sent, received, wanted or received, of_microbatch)
 
@@ -369,7 +362,9 @@ class PlanBlocks:
             if given is None:
                 continue
             maker = route.groups[crossing.begin]
-            message = self.message(f"d:{value}:{group}>{maker}", self._specs[value], given.layout, group, maker)
+            in_parts = arrives_in_parts(self.plan, self.held, route.groups, value, maker)
+            name, spec = f"d:{value}:{group}>{maker}", self._specs[value]
+            message = self.message(name, spec, given.layout, group, maker, in_parts=in_parts)
             there = route.parts[maker].grads.setdefault(value, Given(message.received))
             if there.layout != message.received:
                 raise InvalidPlanError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 import torch
@@ -222,3 +224,57 @@ def test_a_backward_whose_weights_gradients_come_with_its_inputs(schedule: str) 
     one = search(job_of(program, 1, "momentum"), Constraints(microbatches=2), certify=False).plan
     plan = pipeline_of(one, schedule, 2, cut(len(program.segments), 2 if schedule == "zb-h1" else 4))
     assert eager_error(plan, Normed(), batch, loss_by(None)) <= 1e-9
+
+
+class Remembering(nn.Module):
+    """Every layer reads what the first one gives, as decoders do an encoder's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = h = self.first(x).tanh()
+        for layer in self.layers:
+            h = h + layer(h) * memory
+        return h.pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes", "points", "comes_in_parts"),
+    [
+        ("1f1b", (2, 2), (3,), False),  # the memory's own stage reads it as well
+        ("zb-v", (2, 2), (1, 4, 9), False),  # a later stage of its ranks does
+        ("1f1b", (2, 2, 2), (1, 6), True),  # two other groups do
+        ("1f1b", (2, 2, 1), (1, 6), False),  # and one of them cannot send parts
+    ],
+)
+def test_what_is_read_in_several_places_gets_its_gradient_in_one_layout(
+    schedule: str, sizes: tuple[int, ...], points: tuple[int, ...], comes_in_parts: bool
+) -> None:
+    batch = {"x": torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))}
+    program = capture(Remembering().double(), batch, precision="fp64")
+    ones = [whole_input_grads(search(job_of(program, size), Constraints(tp=size, pp=1, microbatches=2)).plan)
+            for size in sizes]  # fmt: skip
+    bounds = list(itertools.pairwise((0, *points, len(program.segments))))
+    if len(bounds) == len(sizes):
+        whole = mixed(ones, schedule, bounds)
+    else:
+        whole = pipeline_of(ones[0], schedule, len(sizes), bounds)
+    plan = msgspec.structs.replace(whole, parted_messages=True)
+    assert run(plan, Remembering().double(), batch) <= 1e-9
+    sizes_sent = {t.nbytes for rank in lower(plan) for t in rank.transfers.values() if t.message.startswith("d:s0.0")}
+    microbatch_bytes = batch["x"].nbytes // plan.num_microbatches
+    assert sizes_sent == {microbatch_bytes // 2 if comes_in_parts else microbatch_bytes}
+
+
+def whole_input_grads(one: Plan) -> Plan:
+    """The plan with every segment's gradients of its inputs whole on every rank."""
+    (stage,) = one.stages
+    choices = tuple(
+        msgspec.structs.replace(each, input_grads=tuple(layout and "R" for layout in each.input_grads))
+        for each in stage.choices
+    )
+    return msgspec.structs.replace(one, stages=(msgspec.structs.replace(stage, choices=choices),))

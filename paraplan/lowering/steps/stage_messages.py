@@ -22,8 +22,9 @@ from paraplan.ir.model.strides import is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.blocks.forward import Given
-from paraplan.lowering.stage_blocks import Crossing, PlanBlocks
+from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.lowering.steps.step_writer import StepWriter
+from paraplan.lowering.transfers.crossings import Crossing
 from paraplan.lowering.transfers.mesh_transfers import Ends, Message, ends_of
 
 Dims = tuple[int, ...]
