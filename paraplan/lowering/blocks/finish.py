@@ -71,7 +71,7 @@ def split_block(
         if at < len(legs) - 1:
             given = tuple(each for each in dict.fromkeys((*later, *outputs)) if each in made)
         else:
-            taken += [out for out in dict.fromkeys(outputs) if out in there and out not in taken]
+            taken += [out for out in dict.fromkeys(outputs) if out is not None and out in there and out not in taken]
         found.append(finish_block(names[at], tuple(taken), given, (), _of(values, leg), leg, role))
         there |= made
     return tuple(found)
