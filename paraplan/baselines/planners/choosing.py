@@ -64,7 +64,10 @@ def plan_by(
         return search_room(job, constraints, time_limit_s, progress, certify)
     planner, deadline = PLANNERS[name], Deadline(time_limit_s)
     task = Task(job, constraints, deadline, progress)
-    tries = list(_allowed(planner.tries(task), constraints))
+    answers = list(planner.tries(task))
+    if not answers:
+        raise SolverLimitError(f"strategy {name!r}: its own search finds nothing that fits")
+    tries = list(_allowed(answers, constraints))
     if not tries:
         raise ConstraintError(f"strategy {name!r} has no plan with what is pinned; pin less, or choose {OURS!r}")
     found: list[BestPlan] = []
@@ -98,7 +101,7 @@ def _nothing(name: str, faults: Sequence[NoPlanError | ConstraintError], done: i
     return SolverLimitError(f"strategy {name!r}: none of {done} tries fits; the last: {last}")
 
 
-def _allowed(tries: Iterator[Constraints | Answer], given: Constraints) -> Iterator[Constraints | Answer]:
+def _allowed(tries: Sequence[Constraints | Answer], given: Constraints) -> Iterator[Constraints | Answer]:
     """A planner's answers with what the user pins; those that pin something else are left out."""
     for answer in tries:
         pins = _merged(_pins(answer), given)

@@ -185,6 +185,8 @@ class Profiles:
         inner = msgspec.structs.replace(
             self.constraints, dp=pins.dp, tp=pins.tp, sp=pins.sp, zero=pins.zero, mesh=pins.mesh,
             microbatches=pins.microbatches, params=pins.params or self.constraints.params,
+            place_states=pins.place_states or self.constraints.place_states or "device",
+            update_on=pins.update_on or self.constraints.update_on,
             pp=None, schedule=None, stages=None, memory_bytes=None, reserve_bytes=0, recompute="none",
         )  # fmt: skip
         limits = SolveLimits(
@@ -241,12 +243,10 @@ class Profiles:
 
 def _joined(each: Sequence[_Number], tail: int) -> tuple[_Number, ...]:
     """Per layer, those from `tail` on as one."""
-    if tail >= len(each):
-        return tuple(each)
-    last = each[tail]
+    found = list(each[: tail + 1])
     for more in each[tail + 1 :]:
-        last = last + more
-    return (*each[:tail], last)
+        found[-1] = found[-1] + more
+    return tuple(found)
 
 
 def _held(job: Job, decisions: Decisions) -> tuple[list[int], list[int], list[int]]:

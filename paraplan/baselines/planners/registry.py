@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from paraplan.baselines.planners import fixed
-from paraplan.baselines.planners.alpa import alpa
-from paraplan.baselines.planners.dapple import dapple
-from paraplan.baselines.planners.galvatron import galvatron
-from paraplan.baselines.planners.pipedream import pipedream, pipedream_2bw
-from paraplan.baselines.planners.piper import piper
+from paraplan.baselines.planners.searching.aceso import aceso
+from paraplan.baselines.planners.searching.alpa import alpa
+from paraplan.baselines.planners.searching.dapple import dapple
+from paraplan.baselines.planners.searching.flexflow import flexflow
+from paraplan.baselines.planners.searching.galvatron import galvatron
+from paraplan.baselines.planners.searching.mist import mist
+from paraplan.baselines.planners.searching.nnscaler import nnscaler
+from paraplan.baselines.planners.searching.pipedream import pipedream, pipedream_2bw
+from paraplan.baselines.planners.searching.piper import piper
+from paraplan.baselines.planners.searching.whole_pipelines import chimera, varuna
+from paraplan.baselines.planners.searching.workers import hetpipe, pipe_torch
 from paraplan.baselines.planners.task import NamedPlanner
-from paraplan.baselines.planners.whole_pipelines import chimera, varuna
 
 OURS = "paraplan"
 
@@ -43,6 +48,25 @@ PLANNERS: dict[str, NamedPlanner] = {
     ),
     "chimera": NamedPlanner(chimera, "two pipelines in opposite directions, of the depth its model says is fastest"),
     "varuna": NamedPlanner(varuna, "the fastest simulated depth of pipelines that recompute all, data parallel beside"),
+    "flexflow": NamedPlanner(
+        flexflow, "Monte Carlo over shardings of ops on one stage, a simulated task graph as cost; equal layers alike"
+    ),
+    "aceso": NamedPlanner(
+        aceso, "configurations improved where their bottleneck is; degrees alike for all stages (its own unlike)"
+    ),
+    "mist": NamedPlanner(
+        mist,
+        "recomputation, ZeRO and offload with degrees, imbalance of microbatches counted; ZeRO alike in all stages",
+    ),
+    "nnscaler": NamedPlanner(
+        nnscaler, "a space of shardings inside a stage, stages and replicas pruned by constraints; without its co-shard"
+    ),
+    "hetpipe": NamedPlanner(
+        hetpipe, "virtual workers of one device a stage, their slowest least, under 1F1B instead of stale parameters"
+    ),
+    "pipe-torch": NamedPlanner(
+        pipe_torch, "stages and devices by overlapped computation, reduction and messages; replicated alike, under 1F1B"
+    ),
 }
 """By name; `paraplan` is the search itself."""
 NAMES = (OURS, *PLANNERS)

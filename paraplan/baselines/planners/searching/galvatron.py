@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.baselines.planners.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.layer_profile import LayerProfile, Links
+from paraplan.baselines.planners.searching.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.planner.partition.layer_strategies import choose_strategies
 from paraplan.planner.pipeline.stage_cuts import Bounds, cut_chain

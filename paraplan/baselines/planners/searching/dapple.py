@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paraplan.baselines.planners.degrees import counts, divisors, pinned, replaced
 from paraplan.baselines.planners.layer_profile import LayerProfile, Links
+from paraplan.baselines.planners.searching.degrees import counts, divisors, pinned, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.stage_cuts import Bounds

@@ -15,8 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from paraplan.baselines.planners.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.layer_profile import LayerProfile, Links
+from paraplan.baselines.planners.searching.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.planner.partition.hybrid_problem import HybridProblem, TensorDegree
 from paraplan.planner.partition.hybrid_stages import HybridPartition, partition_hybrid

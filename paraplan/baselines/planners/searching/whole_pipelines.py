@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from paraplan.baselines.planners.degrees import SAMPLES, counts, cut_by_layers, divisors, pinned, replaced
 from paraplan.baselines.planners.layer_profile import LayerProfile
+from paraplan.baselines.planners.searching.degrees import SAMPLES, counts, cut_by_layers, divisors, pinned, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.ir.errors import ConstraintError
 from paraplan.planner.constraints import Constraints

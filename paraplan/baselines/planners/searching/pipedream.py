@@ -25,8 +25,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.baselines.planners.degrees import always, counts, cut_below_messages, cut_by_layers, pinned, replaced
 from paraplan.baselines.planners.layer_profile import LayerProfile
+from paraplan.baselines.planners.searching.degrees import (
+    always,
+    counts,
+    cut_below_messages,
+    cut_by_layers,
+    pinned,
+    replaced,
+)
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.partition.replicated_stages import ReplicatedStages, States, partition_states

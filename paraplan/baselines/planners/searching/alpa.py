@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from paraplan.baselines.planners.degrees import divisors, replaced
 from paraplan.baselines.planners.layer_profile import LayerProfile
+from paraplan.baselines.planners.searching.degrees import divisors, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.open_choices import usual_schedule
