@@ -9,7 +9,7 @@ and B microbatches, stages are chosen to minimise
 
 by enumerating t_max, the slowest stage: F[s, k] = least sum of t over s stages of the layers from k on, none above
 t_max. Here all stages are on submeshes of one shape and equal layers take one sharding; microbatches are chosen among
-few counts; messages between stages cost nothing, as in the paper; layers are recomputed where nothing fits without.
+few counts; messages between stages cost nothing, as in the paper; all layers are recomputed or none.
 Source: Zheng et al. 2022, sections 4 and 5.
 """
 
@@ -110,11 +110,10 @@ def _least_sum(
 
 
 def alpa(task: Task) -> Iterator[Constraints]:
-    """The least latency first; recomputing after all that do not."""
-    priced = list(_priced(task))
-    for recompute in ("none", "full"):
-        found = []
-        for shape, count, profile in priced:
+    """The least latency first, with recomputation or without."""
+    found = []
+    for shape, count, profile in _priced(task):
+        for recompute in ("none", "full"):
             stages = task.num_devices // profile.size
             seconds = _sums(profile.seconds_with(recompute))
             once = profile.reduce_s / sum(profile.seconds) / count
@@ -129,13 +128,13 @@ def alpa(task: Task) -> Iterator[Constraints]:
 
             best = least_latency(stage_s, fits, profile.num_layers, stages, count)
             if best is not None:
-                found.append((best[0], shape, count, best[1]))
-        for _, shape, count, bounds in sorted(found):
-            pins = Constraints(pp=len(bounds), mesh=shape, microbatches=count, recompute=recompute)
-            if len(bounds) > 1:
-                schedule, stages_ = usual_schedule(task.job.program, pins), task.profiles.in_segments(bounds)
-                pins = replaced(pins, schedule=schedule, stages=stages_)
-            yield pins
+                found.append((best[0], shape, count, best[1], recompute))
+    for _, shape, count, bounds, recompute in sorted(found):
+        pins = Constraints(pp=len(bounds), mesh=shape, microbatches=count, recompute=recompute)
+        if len(bounds) > 1:
+            schedule, cuts = usual_schedule(task.job.program, pins), task.profiles.in_segments(bounds)
+            pins = replaced(pins, schedule=schedule, stages=cuts)
+        yield pins
 
 
 def _priced(task: Task) -> Iterator[tuple[tuple[int, ...], int, LayerProfile]]:

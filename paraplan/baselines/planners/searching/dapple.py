@@ -11,7 +11,8 @@ Q begins at the last stage and moves to an earlier s where (M - 1) (F_s + B_s) i
 cut into s stages the beginning is kept whose latency, all others being one stage on all other devices, is least.
 
 Here stages are replicated alike, and a stage's replicas lie next to each other (its policy "fresh first"). The smallest
-microbatch is tried besides larger ones; recomputation only where nothing fits without it.
+microbatch is tried besides larger ones. Memory is not in its model: the first that fits is taken, with recomputation,
+which L counts, or without.
 Source: Fan et al. 2021, sections 4.1 and 4.2.
 """
 
@@ -129,18 +130,17 @@ class Latencies:
 
 
 def dapple(task: Task) -> Iterator[Constraints]:
-    """The least latency first; recomputing after all that do not."""
-    for recompute in ("none", "full"):
-        found = []
-        for replicas in divisors(task.num_devices):
-            for samples, count in counts(task, replicas):
-                profile = task.profiles.of(1, samples)
-                if profile is not None:
-                    latencies = Latencies(profile, task.links, task.num_devices, count, recompute)
-                    best = latencies.best(replicas)
-                    if best is not None:
-                        found.append((best[0], replicas, count, best[1]))
-        for _, replicas, count, bounds in sorted(found):
-            pins = replaced(pinned(task, len(bounds), replicas, 1, count), recompute=recompute)
-            stages = task.profiles.in_segments(bounds) if len(bounds) > 1 else None
-            yield replaced(pins, stages=stages)
+    """The least latency first, with recomputation or without."""
+    found = []
+    for replicas in divisors(task.num_devices):
+        for samples, count in counts(task, replicas):
+            profile = task.profiles.of(1, samples)
+            for recompute in () if profile is None else ("none", "full"):
+                assert profile is not None
+                latencies = Latencies(profile, task.links, task.num_devices, count, recompute)
+                best = latencies.best(replicas)
+                if best is not None:
+                    found.append((best[0], replicas, count, best[1], recompute))
+    for _, replicas, count, bounds, recompute in sorted(found):
+        pins = replaced(pinned(task, len(bounds), replicas, 1, count), recompute=recompute)
+        yield replaced(pins, stages=task.profiles.in_segments(bounds) if len(bounds) > 1 else None)

@@ -6,7 +6,8 @@ takes least (`partition.replicated_stages` is its recurrence, with c, w and a of
     stage(k, j, m) = (c + 4 (m - 1) / m · w / B) / m            message after layer j, m workers:  2 a_j / (B m)
 
 Here stages are replicated alike: for every m that divides the workers, the chain is cut into workers / m stages,
-exactly, and the best m taken. It takes the largest minibatch that fits.
+exactly, and the best m taken. It takes the largest minibatch that fits, among those of which a step has as many as
+stages, without which the pipeline would never be full.
 
 PipeDream-2BW has stages of equally many layers and searches width w, depth d, microbatch b and whether to recompute
 exhaustively, by the throughput b w / t of
@@ -64,14 +65,17 @@ def pipedream(task: Task) -> Iterator[Constraints]:
             bytes_per_s = task.links.bytes_per_s(task.num_devices)
             found[samples] = equal_stages(profile, task.num_devices, bytes_per_s)
             task.said.append(_unlike(published(profile, task.num_devices, bytes_per_s), found[samples][0], samples))
-    for ranked in itertools.zip_longest(*found.values()):
-        for samples, each in zip(found, ranked, strict=True):
-            if each is None:
-                continue
-            count, left = divmod(task.job.program.batch_size, samples * each.replicas)
-            if left or (count, samples) not in [(c, s) for s, c in counts(task, each.replicas)]:
-                continue
-            yield _pinned(task, each.bounds, each.replicas, count, "none")
+    ranked = [each for every in itertools.zip_longest(*found.values()) for each in zip(found, every, strict=True)]
+    late = []
+    for samples, each in ranked:
+        count = None if each is None else dict(counts(task, each.replicas)).get(samples)
+        if each is not None and count is not None:
+            pins = _pinned(task, each.bounds, each.replicas, count, "none")
+            if count >= len(each.bounds):
+                yield pins
+            else:
+                late.append(pins)
+    yield from late
 
 
 def equal_stages(profile: LayerProfile, workers: int, bytes_per_s: float) -> list[EqualStages]:
