@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from paraplan.baselines.planners.layer_profile import LayerProfile
 from paraplan.baselines.planners.searching.degrees import SAMPLES, counts, grids, pinned, replaced
@@ -73,6 +74,11 @@ class Search:
     seen: dict[Config, Score] = field(default_factory=dict)
     begun: set[Config] = field(default_factory=set)
 
+    @cached_property
+    def legal(self) -> frozenset[tuple[int, int, int]]:
+        """Degrees that there may be."""
+        return frozenset(grids(self.task))
+
     def count(self, config: Config) -> int | None:
         """Microbatches; None where the batch does not divide so."""
         return dict(counts(self.task, config.dp)).get(config.samples)
@@ -101,7 +107,7 @@ class Search:
         """Of a configuration; infinite where there is no such one."""
         if config not in self.seen:
             count, profile = self.count(config), self.profile(config)
-            if count is None or profile is None or len(config.remade) != profile.num_layers:
+            if (config.pp, config.dp, config.tp) not in self.legal or count is None or profile is None:
                 self.seen[config] = math.inf, math.inf
             else:
                 stages = self.stages(config)
@@ -191,17 +197,15 @@ def _tensor(config: Config, more: bool) -> Iterator[Config]:
 def aceso(task: Task) -> Iterator[Answer]:
     """The best configurations that it says fit, of every number of stages, the shortest step first."""
     found: list[tuple[Score, Config]] = []
-    legal = set(grids(task))
-    starts = sorted({pp for pp, _, _ in legal})
+    starts = sorted({pp for pp, _, _ in grids(task)})
     for number, pp in enumerate(starts):
         late = task.deadline.limit_s * SEARCHED_SHARE * (number + 1) / len(starts)
         found += of_stages(task, pp, late)
     for _, config in sorted(found, key=lambda each: each[0]):
-        if (config.pp, config.dp, config.tp) in legal:
-            count = dict(counts(task, config.dp))[config.samples]
-            pins = replaced(pinned(task, config.pp, config.dp, config.tp, count), stages=config.bounds)
-            remade = tuple(REMADE if each else KEPT for each in config.remade)
-            yield Answer(pins if config.pp > 1 else replaced(pins, stages=None), remade)
+        count = dict(counts(task, config.dp))[config.samples]
+        pins = pinned(task, config.pp, config.dp, config.tp, count)
+        remade = tuple(REMADE if each else KEPT for each in config.remade)
+        yield Answer(replaced(pins, stages=config.bounds if config.pp > 1 else None), remade)
 
 
 def of_stages(task: Task, pp: int, late_s: float) -> list[tuple[Score, Config]]:

@@ -59,12 +59,16 @@ class EqualStages:
 def pipedream(task: Task) -> Iterator[Constraints]:
     """The best equal replication of every minibatch, of the best ranks the largest minibatch first."""
     found: dict[int, list[EqualStages]] = {}
+    free: dict[int, ReplicatedStages] = {}
     for samples, _ in reversed(counts(task, 1)):
         profile = task.profiles.of(1, samples)
         if profile is not None:
             bytes_per_s = task.links.bytes_per_s(task.num_devices)
             found[samples] = equal_stages(profile, task.num_devices, bytes_per_s)
-            task.said.append(_unlike(published(profile, task.num_devices, bytes_per_s), found[samples][0], samples))
+            free[samples] = published(profile, task.num_devices, bytes_per_s)
+    if found:
+        best = min(found, key=lambda samples: found[samples][0].time_s / samples)
+        task.said.append(_unlike(free[best], found[best][0], best))
     ranked = [each for every in itertools.zip_longest(*found.values()) for each in zip(found, every, strict=True)]
     late = []
     for samples, each in ranked:
