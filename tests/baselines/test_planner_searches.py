@@ -276,6 +276,13 @@ def test_what_the_user_pins_is_kept_in_answers() -> None:
     assert "chosen as piper does" in plan.notes[-1]
 
 
+def test_recomputation_is_as_the_user_pins_it() -> None:
+    job, pins = zoo_job("gpt2", 2), Constraints(pp=2, microbatches=2)
+    for recompute, any_is in (("none", False), ("full", True)):
+        plan = plan_by("piper", job, msgspec.structs.replace(pins, recompute=recompute), 30.0).plan
+        assert any(choice.activations for stage in plan.stages for choice in stage.choices) is any_is
+
+
 @pytest.mark.parametrize("name", SEARCHING)
 def test_their_plans_train_as_one_device_does(name: str) -> None:
     torch.manual_seed(0)

@@ -105,8 +105,15 @@ def _allowed(tries: Sequence[Constraints | Answer], given: Constraints) -> Itera
     """A planner's answers with what the user pins; those that pin something else are left out."""
     for answer in tries:
         pins = _merged(_pins(answer), given)
-        if pins is not None:
-            yield replace(answer, pins=pins) if isinstance(answer, Answer) else pins
+        if pins is None:
+            continue
+        if isinstance(answer, Answer):
+            if given.recompute == "none" and set(answer.remade) != {"none"}:
+                continue
+            remade = (given.recompute,) * len(answer.remade) if given.recompute else answer.remade
+            yield replace(answer, pins=pins, remade=remade)
+        else:
+            yield pins
 
 
 def plan_answer(task: Task, answer: Constraints | Answer) -> BestPlan:
