@@ -146,9 +146,12 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
     strategy: Annotated[
         str,
         Option(
-            "Who chooses: paraplan, or as others do: ddp, zero1, zero2, fsdp, gpipe, megatron, megatron-grid.",
+            "Who chooses: paraplan, or as others do: ddp, zero1, zero2, fsdp, gpipe, megatron, megatron-grid, alpa, "
+            "piper, ... (`paraplan compare` lists all).",
             'who chooses the plan: "paraplan", or what others would choose (`baselines.planners.PLANNERS`): "ddp", '
-            '"zero1", "zero2", "fsdp", "gpipe", "megatron", "megatron-grid"; what they leave open is planned as ever.',
+            '"zero1", "zero2", "fsdp", "gpipe", "megatron", "megatron-grid", and those that search: "pipedream", '
+            '"pipedream-2bw", "dapple", "piper", "alpa", "galvatron", "chimera", "varuna", "flexflow", "aceso", '
+            '"mist", "nnscaler", "hetpipe", "pipe-torch"; what they leave open is planned as ever.',
             PLANNING,
             metavar="NAME",
         ),

@@ -3,10 +3,10 @@
 What a caching allocator reserves is known once a plan is lowered (`cost_models.simulator.allocator_replay`) and is no
 sum that a solver could bound. So the search is for bytes alive, and where more would be reserved for its plan than
 there is, again for fewer: as many as would do if as large a share of what is reserved were alive, or, where that is
-too few for any plan, halfway between. That is done on the plan's mesh, which some percent of memory seldom change,
-and on all meshes where nothing fits there. All of it shares one time limit, of which the first search has a part
-where later ones may follow; when it is over there are a few more tries, short ones, on the last plan's mesh and in
-its number of microbatches. Where they find nothing, one device's plan is the leanest that is found
+too few for any plan, halfway between. That is done on the plan's mesh, which some percent of memory seldom change, in
+its microbatches and in any, and on all meshes where nothing fits there. All of it shares one time limit, of which the
+first search has a part where later ones may follow; when it is over there are a few more tries, short ones, on the last
+plan's mesh and in its number of microbatches. Where they find nothing, one device's plan is the leanest that is found
 (`planner.passes.leanest`), if that fits.
 
 With R(p) >= peak(p) what is reserved for a plan and B the budget, every p with R(p) <= B has peak(p) <= B: the first
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -46,6 +46,10 @@ FIRST = 0.6
 """Of the time: for the first search, where others may follow."""
 LATE = 2
 """Searches begun after the time is over."""
+WORSE = 1.2
+"""How much slower than the first a plan may be for no other to be searched."""
+EACH = 0.2
+"""Of the time, what a search for fewer bytes has at least."""
 _NEAR = 200
 """Budgets nearer than one part in so many are not told apart."""
 
@@ -122,35 +126,75 @@ def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: P
 def _for_fewer(
     job: Job, constraints: Constraints, tries: list[BestPlan], deadline: Deadline, progress: Progress
 ) -> BestPlan:
-    """A plan that allocators have room for, of searches for fewer bytes."""
+    """A plan that allocators have room for, of searches for fewer bytes: in the first plan's microbatches and in any on
+    its mesh, of which the faster counts, or else on all meshes."""
     budget = device_budget(job.cluster, constraints)
-    why: NoPlanError | None = None
-    ways, late = [on_the_same_mesh(constraints, tries[0].plan), constraints], 0
-    for pins in ways if ways[0].mesh != constraints.mesh else ways[1:]:
-        if late > LATE:
-            break
-        low, high, allowed, plan = 0, budget, budget, tries[0].plan
-        for _ in range(ROUNDS):
-            if allowed > low:  # the last search found a plan
-                progress(f"{say_size(needed_bytes(plan))} would be reserved of {say_size(budget)}; planning for less")
-                high = min(max(_predicted(plan).peak_bytes), allowed)
-                allowed = high * budget // needed_bytes(plan)
-            allowed = allowed if allowed > low else (low + high) // 2
-            late += deadline.is_over
-            if high - low <= budget // _NEAR or late > LATE:
-                break
-            fewer = msgspec.structs.replace(in_the_family(pins, plan) if late else pins, memory_bytes=allowed)
-            try:
-                found = find(job, fewer, deadline.share_s(0.5), progress, certify=False)
-            except NoPlanError as fault:
-                low, why = allowed, fault
-                continue
-            tries.append(_with_reserved(found))
-            plan = tries[-1].plan
-            if needed_bytes(plan) <= budget:
-                return _last_of(tries)
+    near = on_the_same_mesh(constraints, tries[0].plan)
+    near = near if near.mesh != constraints.mesh else constraints
+    rounds = _Rounds(job, tries, budget, deadline, progress)
+    fitting: list[BestPlan] = []
+    if constraints.microbatches is None:
+        fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
+    if not deadline.is_over or _is_worse(fitting, tries[0]):
+        fitting += rounds.fitting(near)
+    if near is not constraints and _is_worse(fitting, tries[0]):
+        fitting += rounds.fitting(constraints)
+    if fitting:
+        best = min(fitting, key=lambda each: _predicted(each.plan).step_s)
+        return _last_of([*(each for each in tries if each is not best), best])
     said = partial(_no_room, budget, tries, deadline)
+    why = rounds.why
     raise SolverLimitError(said(why), lambda: said(why and why.explained()))
+
+
+def _is_worse(fitting: Sequence[BestPlan], first: BestPlan) -> bool:
+    """Whether no plan comes near the first one's step: a search cut short may choose badly."""
+    return not any(_predicted(each.plan).step_s <= WORSE * _predicted(first.plan).step_s for each in fitting)
+
+
+@dataclass
+class _Rounds:
+    """Searches for fewer bytes.
+
+    Attributes:
+        job, tries, budget, deadline, progress: as for `_for_fewer`; all plans found are put to `tries`.
+        why: why the last that found nothing did.
+        late: searches begun after the time was over.
+    """
+
+    job: Job
+    tries: list[BestPlan]
+    budget: int
+    deadline: Deadline
+    progress: Progress
+    why: NoPlanError | None = None
+    late: int = 0
+
+    def fitting(self, pins: Constraints) -> list[BestPlan]:
+        """A plan that allocators have room for, if one is found under some constraints."""
+        low, high, allowed, plan = 0, self.budget, self.budget, self.tries[0].plan
+        for _ in range(ROUNDS if self.late <= LATE else 0):
+            if allowed > low:  # the last search found a plan
+                said = f"{say_size(needed_bytes(plan))} would be reserved of {say_size(self.budget)}"
+                self.progress(f"{said}; planning for less")
+                high = min(max(_predicted(plan).peak_bytes), allowed)
+                allowed = high * self.budget // needed_bytes(plan)
+            allowed = allowed if allowed > low else (low + high) // 2
+            self.late += self.deadline.is_over
+            if high - low <= self.budget // _NEAR or self.late > LATE:
+                break
+            fewer = msgspec.structs.replace(in_the_family(pins, plan) if self.late else pins, memory_bytes=allowed)
+            try:
+                share_s = max(self.deadline.share_s(0.5), EACH * self.deadline.limit_s)
+                found = find(self.job, fewer, share_s, self.progress, certify=False)
+            except NoPlanError as fault:
+                low, self.why = allowed, fault
+                continue
+            self.tries.append(_with_reserved(found))
+            plan = self.tries[-1].plan
+            if needed_bytes(plan) <= self.budget:
+                return [self.tries[-1]]
+        return []
 
 
 def _with_reserved(found: BestPlan) -> BestPlan:

@@ -9,17 +9,18 @@ import torch
 import paraplan
 from examples.models.mlp import factory
 from paraplan.baselines.planners import NAMES, PLANNERS, compare_planners, plan_by
+from paraplan.baselines.planners.task import Task
 from paraplan.ir.errors import ConstraintError, SolverLimitError
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from tests.captures import zoo_job
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp", "gpipe", "megatron", "megatron-grid"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_what_is_tried_makes_sense(name: str, devices: int) -> None:
     job = zoo_job("llama", devices)
-    tries = list(PLANNERS[name].tries(job))
+    tries = list(PLANNERS[name].tries(Task(job)))
     assert tries and len(set(map(str, tries))) == len(tries)
     for pins in tries:
         check_constraints(pins, devices)
@@ -42,7 +43,7 @@ def test_the_fastest_of_the_first_degrees_that_fit_is_taken() -> None:
     job = zoo_job("llama", 4)
     plan = plan_by("megatron", job, Constraints(), 60.0).plan
     assert plan.prediction is not None and plan.stages[0].mesh.axes == ("dp",)
-    pins = [each for each in PLANNERS["megatron"].tries(job) if (each.tp, each.pp) == (1, 1)]
+    pins = [each for each in PLANNERS["megatron"].tries(Task(job)) if (each.tp, each.pp) == (1, 1)]
     steps = [plan_by("paraplan", job, each, 60.0).plan.prediction for each in pins]
     assert plan.prediction.step_s == min(each.step_s for each in steps if each is not None)
 
@@ -60,7 +61,7 @@ def test_what_the_user_pins_is_kept() -> None:
 def test_ours_is_never_slower() -> None:
     job = zoo_job("gpt2", 2)
     pins = Constraints(microbatches=2)
-    found = {each.strategy: each for each in compare_planners(job, pins, NAMES, 60.0, lambda _: None)}
+    found = {each.strategy: each for each in compare_planners(job, pins, NAMES, 15.0, lambda _: None)}
     assert set(found) == set(NAMES)
     steps = {name: each.plan.prediction.step_s for name, each in found.items() if each.plan and each.plan.prediction}
     assert len(steps) > 3 and all(steps["paraplan"] <= step_s * (1 + 1e-9) for step_s in steps.values())

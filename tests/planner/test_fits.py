@@ -135,6 +135,22 @@ def test_what_is_reserved_fits() -> None:
     assert found.certificate.gap == pytest.approx(1 - alone.certificate.bound_s / found.prediction.step_s)
 
 
+def test_the_first_plan_s_microbatches_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for fewer bytes that leaves them open may stop at others, which are slower."""
+    asked: list[int | None] = []
+
+    def searched(job: Job, constraints: Constraints, time_limit_s: float, *rest: object, **more: object) -> BestPlan:
+        asked.append(constraints.microbatches)
+        usual = 1 if len(asked) == 1 else 4
+        pins = msgspec.structs.replace(constraints, microbatches=constraints.microbatches or usual)
+        return search(job, pins, time_limit_s, certify=False)
+
+    monkeypatch.setattr(room_module, "find", searched)
+    found = search_room(job(roomy_peak()), Constraints(dp=2, recompute="none")).plan
+    assert asked[0] is None and 1 in asked and None in asked[1:]
+    assert found.num_microbatches == 1 and needed_bytes(found) <= roomy_peak()
+
+
 def test_no_plan_has_room_as_reserved() -> None:
     with pytest.raises(
         SolverLimitError, match=r"plans fit by the bytes alive, but .*reserve=0.*For less memory: no plan"
