@@ -253,10 +253,10 @@ class JointSearch:
         """Of every combination, the most promising first."""
         pricer = Pricer(self.job.cluster, self.budget)
         quick: list[tuple[float, int, Combination, StagePrices]] = []
-        self.pricing.price_all(listed)
+        self.pricing.price_all(listed, self.best_s)
         for number, combination in enumerate(listed):
             known = [
-                (pricer.quick_s(combination, prices, self.pricing.mesh_shape(combination, prices)), prices)
+                (pricer.quick_s(combination, prices.totals, self._shape(combination, prices)), prices)
                 for prices in self.pricing.of(combination)
             ]
             if known:  # where none fits, the leanest
@@ -267,13 +267,16 @@ class JointSearch:
             if len(found) >= FEWEST and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
                 break
             try:
-                estimate = pricer.estimate(combination, prices, self.pricing.mesh_shape(combination, prices))
+                estimate = pricer.estimate(combination, prices, self._shape(combination, prices))
             except ConstraintError as fault:
                 self.faults.append(fault)
                 continue
             if estimate is not None:
                 found.append(estimate)
         return sorted(found, key=lambda each: each.rank)
+
+    def _shape(self, combination: Combination, prices: StagePrices) -> tuple[int, ...]:
+        return self.pricing.mesh_shape(combination, prices.shape)
 
     def _sharding(self, estimate: Estimate) -> Sharding | None:
         """The priced sharding on the combination's own mesh; where its dims do not divide there, the one of that mesh
@@ -297,8 +300,8 @@ class JointSearch:
             return found
         pricer = Pricer(self.job.cluster, self.budget)
         own = min(
-            self.pricing.priced(combination, combination.pp),
-            key=lambda prices: pricer.quick_s(combination, prices, prices.shape),
+            self.pricing.priced(combination, [combination]),
+            key=lambda prices: pricer.quick_s(combination, prices.totals, prices.shape),
             default=None,
         )
         return None if own is None else there(own)

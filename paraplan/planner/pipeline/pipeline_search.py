@@ -43,8 +43,8 @@ from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.complete import complete
-from paraplan.planner.schedules.event_simulation import ended
 from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.order_times import OrderTimes
 from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of
 from paraplan.rules.time_axis import program_micro
 
@@ -315,7 +315,7 @@ def _of_few_microbatches(case: _Case) -> _Case | None:
     except ConstraintError:
         return None
     alike = (StageCosts(),) * case.num_stages
-    if ended(orders, alike).peak_bytes != ended(case.orders, alike).peak_bytes:
+    if len({OrderTimes(each, case.num_stages).peak_bytes(alike) for each in (orders, case.orders)}) > 1:
         return None
     schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
     return replace(case, orders=orders, schedule=schedule)
