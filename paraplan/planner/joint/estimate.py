@@ -22,6 +22,7 @@ from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory, cut_evenly
 from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import Ended, OrderTimes, named_times
 from paraplan.planner.schedules.schedule_problem import StageCosts
@@ -38,6 +39,7 @@ class Estimate:
         over_bytes: by how much the fullest position is over the budget with all recomputed; 0 where it fits.
         bounds: of its stages.
         prices: those of its sharding.
+        taken: per segment, the number of the option to recompute that it takes; () where nothing is.
     """
 
     combination: Combination
@@ -45,6 +47,7 @@ class Estimate:
     over_bytes: int
     bounds: Bounds
     prices: StagePrices
+    taken: tuple[int, ...] = ()
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -72,7 +75,7 @@ class Pricer(ClosedForm):
         stages = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
         found = orders.ended(stages)
         room = [self.room(prices.workspace_bytes, pp)] * pp
-        stages, over = _recomputed(prices, bounds, stages, orders.held, found.peak_bytes, room)
+        stages, over, taken = _recomputed(prices, bounds, stages, orders.held, found.peak_bytes, room)
         if over:
             return Estimate(combination, math.inf, over, bounds, prices)
         if over is not None:
@@ -82,7 +85,7 @@ class Pricer(ClosedForm):
             size = math.prod(mesh_shape)
             grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in orders.held)
             ended_s += self.message_s(max(grads), size)
-        return Estimate(combination, ended_s, 0, bounds, prices)
+        return Estimate(combination, ended_s, 0, bounds, prices, taken)
 
     def _ended_s(
         self,
@@ -149,13 +152,15 @@ def _recomputed(
     held: Sequence[Sequence[int]],
     peaks: Sequence[int],
     room: Sequence[int],
-) -> tuple[tuple[StageCosts, ...], int | None]:
+) -> tuple[tuple[StageCosts, ...], int | None, tuple[int, ...]]:
     """Stages with as much recomputed as fits.
 
     Returns:
-        the stages, and None where nothing had to be; 0 where that fits, else the bytes that are missing.
+        the stages; None where nothing had to be, 0 where that fits, else the bytes that are missing; what each segment
+        takes, () where nothing had to be.
     """
     found, missing, any_over = list(stages), 0, False
+    taken = [0] * len(prices.options)
     for position, mine in enumerate(held):
         if peaks[position] <= room[position]:
             continue
@@ -170,23 +175,29 @@ def _recomputed(
             least = sum(prices.options[i][-1].saved_bytes for i in segments)
             missing = max(missing, fixed + math.ceil(flying * least / max(whole, 1)) - room[position])
             continue
+        for i in segments:
+            taken[i] = fates[i]
         for stage in mine:
-            extra = sum(fates[i][1] for i in range(*bounds[stage]))
-            saved = sum(fates[i][0] for i in range(*bounds[stage]))
+            chosen = [prices.options[i][fates[i]] for i in range(*bounds[stage])]
+            extra, saved = sum(each.extra_s for each in chosen), sum(each.saved_bytes for each in chosen)
             was = stages[stage]
             found[stage] = msgspec.structs.replace(
                 was, backward_s=was.backward_s + extra, input_grad_s=was.input_grad_s + extra, activation_bytes=saved
             )
-    return tuple(found), (missing if any_over else None)
+    return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
 
 
-def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict[int, tuple[int, float]] | None:
-    """Per segment (bytes saved, seconds made again), at the least price per byte at which all fit; None: at none."""
+def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict[int, int] | None:
+    """Per segment the number of its option, at the least price per byte at which all fit; None: at none."""
     for price in prices.per_byte:
-        fates = {}
-        for i in segments:
-            best = min(prices.options[i], key=lambda o: (o.extra_s + price * o.saved_bytes, o.saved_bytes))
-            fates[i] = best.saved_bytes, best.extra_s
-        if sum(saved for saved, _ in fates.values()) <= room:
+        best = {kind: _best(options, price) for kind, options in enumerate(prices.sharding.options)}
+        fates = {i: best[prices.sharding.job.program.segments[i].kind] for i in segments}
+        if sum(prices.options[i][o].saved_bytes for i, o in fates.items()) <= room:
             return fates
     return None
+
+
+def _best(options: Sequence[RematOption], price: float) -> int:
+    """The number of the option that takes least at a price per byte."""
+    found = ((each.extra_s + price * each.saved_bytes, each.saved_bytes) for each in options)
+    return min(enumerate(found), key=lambda each: each[1])[0]

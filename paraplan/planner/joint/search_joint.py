@@ -30,7 +30,7 @@ from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.joint.space_bound import SpaceBound
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.pipeline_search import search_pipeline
+from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
@@ -45,12 +45,12 @@ MESHES = 6
 """Of one stage, up to which each is solved."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
-SLACK, FIRST_SLACK = 0.03, 0.1
+SLACK, FIRST_SLACK = 0.015, 0.05
 """What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
 one of its schedule was planned, and it is known by how much estimates are off."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
-ESTIMATED = 60
+ESTIMATED = 40
 """Combinations whose orders are simulated: the best by a closed form."""
 FEWEST = 8
 """Combinations whose orders are simulated in any case."""
@@ -220,19 +220,22 @@ class JointSearch:
         c = self.constraints
         return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
 
-    def _try(self, text: str, planned: Callable[[], Plan]) -> Plan | None:
-        """What is planned, told; None where nothing was found."""
+    def _try(self, text: str, planned: Callable[[], Plan | Slower]) -> float | None:
+        """What is planned, told: its step, or what that is not below; None where nothing was found."""
         known = f"{text}; best so far {self.best_s:.4g} s" if self.plans else text
         self.progress(known)
         try:
-            plan = planned()
+            found = planned()
         except (ConstraintError, NoPlanError) as fault:
             self.faults.append(fault)
             self.words.append(f"{text}: nothing")
             return None
-        self.plans.append(plan)
-        self.words.append(f"{text}: {_step_s(plan):.4g} s")
-        return plan
+        if isinstance(found, Slower):
+            self.words.append(f"{text}: no less than {found.step_s:.4g} s")
+            return found.step_s
+        self.plans.append(found)
+        self.words.append(f"{text}: {_step_s(found):.4g} s")
+        return _step_s(found)
 
     def _plan(self, estimate: Estimate) -> None:
         """Plan a combination as a pinned pipeline."""
@@ -241,13 +244,14 @@ class JointSearch:
             pinned = msgspec.structs.replace(pinned, stages=estimate.bounds)
         said = f"{estimate.step_s:.4g} s estimated" if math.isfinite(estimate.step_s) else "estimated not to fit"
 
-        def planned() -> Plan:
+        def planned() -> Plan | Slower:
             check_constraints(pinned, self.job.cluster.num_devices)
-            return search_pipeline(self.job, pinned, self.shardings, self._sharding(estimate))
+            start = Start(self._sharding(estimate), estimate.taken, self.best_s)
+            return search_from(self.job, pinned, self.shardings, start)
 
-        plan = self._try(f"{estimate.combination.text} ({said})", planned)
-        if plan is not None and math.isfinite(estimate.step_s):
-            self._off[estimate.combination.family] = _step_s(plan) / estimate.step_s
+        step_s = self._try(f"{estimate.combination.text} ({said})", planned)
+        if step_s is not None and math.isfinite(estimate.step_s):
+            self._off[estimate.combination.family] = step_s / estimate.step_s
 
     def _estimates(self, listed: Sequence[Combination]) -> list[Estimate]:
         """Of every combination, the most promising first."""

@@ -35,22 +35,9 @@ class Ended(NamedTuple):
     peak_bytes: tuple[int, ...]
 
 
-class _Computation(NamedTuple):
-    """An action in numbers; -1 for none.
-
-    Attributes:
-        code: of its kind and stage together.
-        need: what it waits for.
-        made: what it makes for another stage.
-        link: over which that travels.
-        over: its stage, of a backward.
-    """
-
-    code: int
-    need: int
-    made: int
-    link: int
-    over: int
+_Computation = tuple[int, int, int, int, int]
+"""An action in numbers, -1 for none: of its kind and stage together; what it waits for; what it makes for another
+stage; the link over which that travels; its stage, of a backward."""
 
 
 class OrderTimes:
@@ -72,12 +59,12 @@ class OrderTimes:
 
     def _read(self, position: int, runner: dict[tuple[int, int], int]) -> tuple[_Computation, ...]:
         micros, last = self._micros, self.num_stages - 1
-        found = []
+        found: list[_Computation] = []
         for action in self.orders[position]:
             stage, kind, m = action.stage, action.kind, action.microbatch
             code = _NUMBER[kind] * self.num_stages + stage
             if kind is ActionKind.W:
-                found.append(_Computation(code, -1, -1, -1, stage))
+                found.append((code, -1, -1, -1, stage))
                 continue
             forward = kind is ActionKind.F
             waits = stage if forward else last - stage
@@ -86,7 +73,7 @@ class OrderTimes:
             reader, link = runner.get((stage + (1 if forward else -1), m)), -1
             if reader is not None and reader != position:
                 link = self._links.setdefault((position, reader), len(self._links))
-            found.append(_Computation(code, need if waits else -1, made, link, -1 if forward else stage))
+            found.append((code, need if waits else -1, made, link, -1 if forward else stage))
         return tuple(found)
 
     def ended(self, stages: tuple[StageCosts, ...]) -> Ended:
@@ -147,7 +134,7 @@ class OrderTimes:
         by_code = [each for kind in _KINDS for each in more[kind]]
         return tuple(
             sum(stages[stage].fixed_bytes for stage in held)
-            + max(accumulate((by_code[each.code] for each in computations), initial=0))
+            + max(accumulate((by_code[code] for code, *_ in computations), initial=0))
             for held, computations in zip(self.held, self._computations, strict=True)
         )
 

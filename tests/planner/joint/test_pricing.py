@@ -7,6 +7,7 @@ import math
 import msgspec
 import pytest
 
+from paraplan.ir.errors import ConstraintError
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
@@ -29,7 +30,7 @@ def test_a_schedule_says_which_counts_it_takes(name: str) -> None:
             try:
                 named_orders(name, p, m)
                 taken = True
-            except ValueError:
+            except ConstraintError:
                 taken = False
             assert NAMED[name].counts(p, m) == taken, (p, m)
 
