@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.planner.assemble import Job
+from paraplan.ir.process.workers import Workers
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
@@ -28,6 +30,7 @@ from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices
 from paraplan.planner.pipeline.stage_totals import Totals
+from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.sharding.solve import SolveLimits
 
 Kind = tuple[tuple[int, ...], int, bool, float]
@@ -62,6 +65,7 @@ class Pricing:
         job, constraints, budget: what is planned, what is pinned of any plan, bytes a device may hold.
         progress: told what is being priced.
         deadline: of the whole search.
+        workers: that price beside this process; None for none.
         prices: per kind, its shardings, fastest first.
         faults: why some have none.
     """
@@ -71,6 +75,7 @@ class Pricing:
     budget: int
     progress: Callable[[str], None]
     deadline: Deadline
+    workers: Workers | None = None
     prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
     faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
 
@@ -117,13 +122,28 @@ class Pricing:
                     batch.append(kind)
                 if len(batch) == BATCH:
                     break
-            for kind in batch:
-                usual = min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL)))
-                self.progress(f"prices of stages: {usual.text}")
-                self.prices[kind] = self.priced(usual, needed[kind], best_s)
+            if batch:
+                self._price(batch, needed, best_s)
             for kind in batch:
                 ways[_way(kind)].add(kind[3], self.prices[kind])
                 best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
+
+    def _price(self, batch: Sequence[Kind], needed: dict[Kind, list[Combination]], best_s: float) -> None:
+        """Price kinds, each apart."""
+        usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in batch]
+        if self.workers is None:
+            for kind, combination in zip(batch, usual, strict=True):
+                self.progress(f"prices of stages: {combination.text}")
+                self.prices[kind] = self.priced(combination, needed[kind], best_s)
+            return
+        self.progress(f"prices of stages: {'; '.join(each.text for each in usual)}")
+        lost, tasks = self.workers.lost, [(u, needed[kind], best_s) for kind, u in zip(batch, usual, strict=True)]
+        for kind, task, packed in zip(batch, tasks, self.workers.map(packed_prices, tasks, self), strict=True):
+            part = self.position(task[0])[0] if packed else self.job
+            # what there are no prices of says why only where it is priced
+            self.prices[kind] = tuple(each.prices(part) for each in packed) or self.priced(*task)
+        if self.workers.lost > lost:
+            self.progress("a worker process ended; its part is priced here")
 
     def _is_hopeless(self, kind: Kind, combinations: Sequence[Combination], way: _Way, best_s: float) -> bool:
         """Whether the combinations of a kind come nowhere near the best, were a sample even faster than in the last
@@ -240,3 +260,31 @@ class _Way:
         each_s = min((sum(each.seconds) for each in priced), default=math.inf) / samples
         self.pays = each_s <= (1 - WORTH) * known_s
         self.samples, self.priced = samples, priced
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Prices without the job they are of, to be passed between processes."""
+
+    decisions: Decisions
+    options: tuple[tuple[RematOption, ...], ...]
+    numbers: tuple[Any, ...]
+
+    def prices(self, part: Job) -> StagePrices:
+        """The prices, of the job on a position's devices."""
+        return StagePrices(Sharding(part, self.decisions, self.options), *self.numbers)
+
+
+def packed_prices(
+    pricing: Pricing, combination: Combination, combinations: Sequence[Combination], best_s: float
+) -> tuple[Packed, ...]:
+    """As `Pricing.priced`, of a process; nothing where there are none."""
+    return tuple(
+        Packed(each.sharding.decisions, each.sharding.options, each.numbers)
+        for each in pricing.priced(combination, combinations, best_s)
+    )
+
+
+def pricing_beside(job: Job, constraints: Constraints, budget: int, deadline: Deadline) -> Pricing:
+    """What a worker prices with."""
+    return Pricing(job, constraints, budget, lambda _: None, deadline)

@@ -19,6 +19,8 @@ import msgspec
 
 from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError, SolverLimitError
 from paraplan.ir.plan import Plan
+from paraplan.ir.process.cores import num_cores
+from paraplan.ir.process.workers import Workers
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
@@ -27,7 +29,7 @@ from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
-from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.joint.space_bound import SpaceBound
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
@@ -56,6 +58,8 @@ FEWEST = 8
 """Combinations whose orders are simulated in any case."""
 ESTIMATED_SHARE = 0.55
 """Of the time limit, after which nothing else is estimated."""
+LISTED, MOST_WORKERS = 300, 8
+"""Combinations from which on their pricing is worth processes beside this one; how many there are at most, with it."""
 PROVED_SHARE = 0.15
 """Of the time limit, what a bound on all combinations may take at most, once the plan is found."""
 
@@ -69,6 +73,7 @@ class JointSearch:
         shardings: of stages' devices.
         progress: told what is being tried.
         deadline: of all of it.
+        workers: that price beside this process; None for none.
     """
 
     job: Job
@@ -76,6 +81,7 @@ class JointSearch:
     shardings: Shardings
     progress: Callable[[str], None]
     deadline: Deadline
+    workers: Workers | None = None
     plans: list[Plan] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
@@ -89,7 +95,7 @@ class JointSearch:
     @cached_property
     def pricing(self) -> Pricing:
         """Prices of positions."""
-        return Pricing(self.job, self.constraints, self.budget, self.progress, self.deadline)
+        return Pricing(self.job, self.constraints, self.budget, self.progress, self.deadline, self.workers)
 
     @property
     def best_s(self) -> float:
@@ -336,7 +342,14 @@ def search_joint(
         ConstraintError: what is pinned leaves nothing.
         SolverLimitError: nothing that fits was found.
     """
-    return JointSearch(job, constraints, shardings, progress, deadline).found(listed, one_stage, certify)
+    beside = min(num_cores(), MOST_WORKERS) - 1 if len(listed) > LISTED else 0
+    if not beside:
+        return JointSearch(job, constraints, shardings, progress, deadline).found(listed, one_stage, certify)
+    workers = Workers(beside, pricing_beside, job, constraints, device_budget(job.cluster, constraints), deadline)
+    try:
+        return JointSearch(job, constraints, shardings, progress, deadline, workers).found(listed, one_stage, certify)
+    finally:
+        workers.close()
 
 
 def _step_s(plan: Plan) -> float:

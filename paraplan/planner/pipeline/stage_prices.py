@@ -50,10 +50,12 @@ class Sharding:
     Attributes:
         job: on these devices.
         decisions: the sharding.
+        known: its options, where they were found before.
     """
 
     job: Job
     decisions: Decisions
+    known: tuple[tuple[RematOption, ...], ...] = ()
 
     @cached_property
     def whole(self) -> Plan:
@@ -68,7 +70,7 @@ class Sharding:
     @cached_property
     def options(self) -> tuple[tuple[RematOption, ...], ...]:
         """Per kind, what an instance may recompute."""
-        return options_of(self.whole)
+        return self.known or options_of(self.whole)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,14 @@ class StagePrices:
     cut_backward_s: float
     _memories: dict[tuple[int, ...], ChainMemory] = field(default_factory=dict)
     _kept: dict[tuple[int, ...], Kept] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> tuple[tuple[float, ...] | float, ...]:
+        """All but the sharding, in the order of fields."""
+        return (
+            *(self.forward_s, self.backward_s, self.reduce_s, self.update_s, self.gather_s),
+            *(self.workspace_bytes, self.cut_forward_s, self.cut_backward_s),
+        )
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.joint.pricing import NEAR, Pricing
+from paraplan.planner.joint.pricing import NEAR, Pricing, pricing_beside
 from paraplan.planner.schedules.named import NAMED, named_orders
 from tests.captures import zoo_job
 
@@ -79,3 +80,24 @@ def test_totals_of_more_samples_and_of_no_weight() -> None:
         assert pricing.form.quick_s(combination, totals.weightless(), shape) <= quick_s
         assert pricing.form.quick_s(combination, totals.of_more(1.0, 0.0), shape) == quick_s
         assert pricing.form.quick_s(combination, totals.of_more(2.0, 0.0), shape) > quick_s
+
+
+def test_prices_of_other_processes_are_those_of_this_one() -> None:
+    job = zoo_job("gpt2", 4)
+    listed, deadline = combinations(job, FREE), Deadline(600.0)
+    alone = _pricing(job)
+    alone.price_all(listed)
+    workers = Workers(1, pricing_beside, job, FREE, alone.budget, deadline)
+    try:
+        beside = Pricing(job, FREE, alone.budget, lambda _: None, deadline, workers)
+        beside.price_all(listed)
+    finally:
+        workers.close()
+    assert _numbers(beside) == _numbers(alone) and not beside.faults
+
+
+def _numbers(pricing: Pricing) -> dict[object, list[object]]:
+    return {
+        kind: [(each.sharding.decisions, each.sharding.options, each.numbers) for each in found]
+        for kind, found in pricing.prices.items()
+    }
