@@ -47,9 +47,10 @@ MESHES = 6
 """Of one stage, up to which each is solved."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
-SLACK, FIRST_SLACK = 0.015, 0.05
+SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.015, 0.05, 0.1
 """What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
-one of its schedule was planned, and it is known by how much estimates are off."""
+one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
+a second."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 ESTIMATED = 40
@@ -177,7 +178,8 @@ class JointSearch:
             first = min(waiting, key=rank)
             if in_vain >= MOST and (self.plans or math.isinf(first.step_s)):
                 return
-            slack = SLACK if first.combination.family in self._off else FIRST_SLACK
+            family = first.combination.family
+            slack = ONE_STAGE_SLACK if family == ONE_STAGE else SLACK if family in self._off else FIRST_SLACK
             if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
             if (self.plans or tried) and self.deadline.passed_s + longest_s > self.deadline.limit_s:
@@ -252,7 +254,10 @@ class JointSearch:
 
         def planned() -> Plan | Slower:
             check_constraints(pinned, self.job.cluster.num_devices)
-            start = Start(self._sharding(estimate), estimate.taken, self.best_s)
+            within_s = (
+                self.best_s if estimate.combination.pp > 1 else math.inf
+            )  # what is planned in a second is planned
+            start = Start(self._sharding(estimate), estimate.taken, within_s)
             return search_from(self.job, pinned, self.shardings, start)
 
         step_s = self._try(f"{estimate.combination.text} ({said})", planned)

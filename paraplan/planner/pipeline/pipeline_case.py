@@ -32,8 +32,9 @@ from paraplan.planner.schedules.order_times import OrderTimes
 from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of
 from paraplan.rules.time_axis import program_micro
 
-FILLED, SAVED = 2, 1.5
-"""Microbatches a position with which plans are tried where there are this many times more."""
+FILLED, FILLED_BY_MANY, SAVED = 2, 3, 1.5
+"""Microbatches a position with which plans are tried where there are this many times more: in the second half of two
+every stage has gradients while as many microbatches are in flight as ever, unless positions have several stages."""
 CUTS = 4
 """Cuts by memory simulated before giving up."""
 ONCE = 0.02
@@ -217,7 +218,7 @@ def of_few_microbatches(case: PipelineCase) -> PipelineCase | None:
     what is faster with them is with more. None where that saves little, or more microbatches hold more."""
     positions, program, name = case.positions, case.job.program, case.schedule.name
     micros = case.inner.microbatches or 1
-    few = FILLED * positions
+    few = positions * (FILLED if case.num_stages == positions else FILLED_BY_MANY)
     if positions == 1 or micros <= SAVED * few or program.buffer_updates or case.tail < len(program.segments):
         return None
     if case.constraints.delayed_update is not None:
