@@ -1,8 +1,11 @@
-"""Prices of a position's devices for all that a space of pipelines asks of them, each worked out once.
+"""Prices of a position's devices for what a space of pipelines asks of them, each worked out once.
 
 What prices depend on is a *kind*: the inner axes of a position's mesh and the samples of a microbatch. Kinds are priced
 in rounds: of all inner axes that of the fewest samples first, and of more samples as long as a sample is the faster for
-it. Of a kind several shardings are priced, from the one of least work to those that keep less.
+it. Of a kind several shardings are priced, from the one of least work to those that keep less. By the closed form
+(`closed_form`) what cannot come near the best known is left out: a kind, were its samples a little faster still than
+those of the last; a sharding, did it no more work than the last and kept nothing. Batches of kinds are priced with
+what was known before, so that processes beside this one (`ir.process.workers`) change nothing but the time.
 """
 
 from __future__ import annotations
