@@ -53,6 +53,8 @@ one of its schedule was planned, and it is known by how much estimates are off; 
 a second."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
+LATE = "others not in time"
+"""Said where a pipeline would have been planned, were there time for so many actions as it has."""
 ESTIMATED = 40
 """Combinations whose orders are simulated: the best by a closed form."""
 FEWEST = 8
@@ -168,7 +170,7 @@ class JointSearch:
         An estimate is taken to be off by as much as the last one of its schedule was (`_off`), a pipeline's of a
         schedule not planned yet by as much as the best of others: what is left out of it is left out of all.
         """
-        waiting, in_vain, longest_s, tried = list(estimates), 0, 0.0, False
+        waiting, in_vain, longest, tried = list(estimates), 0, (0.0, 1), False
         most = max((each.combination.num_actions for each in estimates), default=1)
 
         def rank(estimate: Estimate) -> float:
@@ -182,15 +184,17 @@ class JointSearch:
             slack = ONE_STAGE_SLACK if family == ONE_STAGE else SLACK if family in self._off else FIRST_SLACK
             if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
-            if (self.plans or tried) and self.deadline.passed_s + longest_s > self.deadline.limit_s:
-                self.words.append("then time ran out")
-                return
             waiting.remove(first)
+            if (self.plans or tried) and self.deadline.passed_s + _expected_s(first, longest) > self.deadline.limit_s:
+                if LATE not in self.words:
+                    self.words.append(LATE)
+                continue
             tried = True
             before, began_s = self.best_s, self.deadline.passed_s
             self._plan(first)
             in_vain = 0 if self.best_s < before else in_vain + 1
-            longest_s = max(longest_s, self.deadline.passed_s - began_s)
+            if first.combination.pp > 1:
+                longest = max(longest, (self.deadline.passed_s - began_s, first.combination.num_actions))
 
     def _nothing(self) -> NoPlanError | ConstraintError:
         """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
@@ -257,7 +261,7 @@ class JointSearch:
             within_s = (
                 self.best_s if estimate.combination.pp > 1 else math.inf
             )  # what is planned in a second is planned
-            start = Start(self._sharding(estimate), estimate.taken, within_s)
+            start = Start(self._sharding(estimate), estimate.taken(), within_s)
             return search_from(self.job, pinned, self.shardings, start)
 
         step_s = self._try(f"{estimate.combination.text} ({said})", planned)
@@ -355,6 +359,12 @@ def search_joint(
         return JointSearch(job, constraints, shardings, progress, deadline, workers).found(listed, one_stage, certify)
     finally:
         workers.close()
+
+
+def _expected_s(estimate: Estimate, longest: tuple[float, int]) -> float:
+    """What a pipeline takes to plan, where the one that took longest took so long for so many actions."""
+    seconds, actions = longest
+    return seconds * max(estimate.combination.num_actions / actions, 1.0) if estimate.combination.pp > 1 else 0.0
 
 
 def _step_s(plan: Plan) -> float:
