@@ -1,1 +1,1 @@
-"""This process: its cores, its garbage collector, what it made lately, what it loads on first use."""
+"""This process: its cores, garbage collector, what it made lately or loads on first use; and processes beside it."""

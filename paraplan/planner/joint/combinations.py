@@ -160,6 +160,6 @@ def _schedules(job: Job, constraints: Constraints, pp: int, mesh: tuple[int, ...
     for name in names:
         if name not in NAMED or (micro.has_tail and name != "gpipe" and count > 1):
             continue
-        for each in EACH:
+        for each in EACH if NAMED[name].counts(pp, count) else ():
             if pp * each <= segments and NAMED[name].takes(each):
                 yield Combination(pp, mesh, count, name, each)

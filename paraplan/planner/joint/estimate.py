@@ -1,7 +1,7 @@
 """What a combination comes to: its stages cut, priced and scheduled, without a plan being made.
 
 Stages are cut so that the fullest position has least to do (`balanced_cuts`). Orders of the schedule are simulated over
-stages' seconds and messages (`schedules.event_simulation`); what a position holds is its parameters' share, what its
+stages' seconds and messages (`schedules.order_times`); what a position holds is its parameters' share, what its
 microbatches in flight save, and a call's workspace. Where that is over the budget, as much is recomputed in its stages
 as fits, by the kinds' own options at one price per byte, and the orders are simulated again. A stage's gradients are
 reduced from its last backward's end on (the first stage's beside it), one stage of a position after another, beside
@@ -18,20 +18,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paraplan.cost_models.communication.collectives import p2p_s
-from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.stage_prices import StagePrices
-from paraplan.planner.schedules.event_simulation import Ended, ended
+from paraplan.planner.recompute.kind_options import RematOption
+from paraplan.planner.recompute.stage_recompute import choose
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, stages_of
+from paraplan.planner.schedules.order_times import Ended, OrderTimes, named_times
+from paraplan.planner.schedules.schedule_problem import StageCosts
 from paraplan.rules.time_axis import program_micro
-
-FILLED = {"zb-h1": 0.5, "zb-v": 0.5, "chimera": 0.5, "hanayo": 1.0, "interleaved": 1.0}
-"""Of the bubble of a 1F1B schedule with as many stages a position, what is left."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,7 @@ class Estimate:
         over_bytes: by how much the fullest position is over the budget with all recomputed; 0 where it fits.
         bounds: of its stages.
         prices: those of its sharding.
+        allowed: of positions that recompute, their segments, and what a microbatch may save in them.
     """
 
     combination: Combination
@@ -51,58 +49,26 @@ class Estimate:
     over_bytes: int
     bounds: Bounds
     prices: StagePrices
+    allowed: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     @property
     def rank(self) -> tuple[float, int]:
         """By which the most promising come first: those that fit by their step, the others by what they are over."""
         return self.step_s, self.over_bytes
 
+    def taken(self) -> tuple[int, ...]:
+        """Per segment, the number of the option to recompute with which least is made again; () where nothing is."""
+        program, options = self.prices.sharding.job.program, self.prices.sharding.options
+        found = [0] * len(program.segments)
+        for segments, allowed in self.allowed:
+            part = msgspec.structs.replace(program, segments=tuple(program.segments[i] for i in segments))
+            for i, option in zip(segments, choose(part, options, allowed) or (0,) * len(segments), strict=True):
+                found[i] = option
+        return tuple(found) if any(found) else ()
 
-class Pricer:
-    """Estimates combinations on a cluster.
 
-    Args:
-        cluster: of all positions.
-        budget: bytes a device may hold.
-    """
-
-    def __init__(self, cluster: ClusterSpec, budget: int) -> None:
-        self.cluster, self.budget = cluster, budget
-
-    def quick_s(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> float:
-        """A closed form, by which combinations are put in order: positions share the work out evenly, a pipeline fills
-        and drains, and what does not fit is recomputed.
-
-        Fill and drain are (pp - 1) / (microbatches · stages a position) of the work, less what a schedule's split
-        backwards or second direction fill (`FILLED`), and every hop of a first and a last microbatch. Infinite where
-        what a position keeps does not fit.
-        """
-        pp, each = combination.pp, combination.each
-        replicas = NAMED[combination.schedule].num_replicas
-        kept = replicas * prices.kept_bytes(mesh_shape) / pp
-        room = self._room(prices, pp) - kept
-        if room <= 0:
-            return math.inf
-        cut_s = each * (prices.cut_forward_s + prices.cut_backward_s)
-        work_s = combination.microbatches * (sum(prices.seconds) / pp + cut_s)
-        held = prices.saved_bytes / pp
-        most = pp * (1 + 1 / each) if combination.schedule == "interleaved" else float(pp)
-        flying = min(float(combination.microbatches), math.inf if combination.schedule == "gpipe" else most)
-        again_s = 0.0
-        if held * flying > room:
-            extra_s = prices.least_extra_s(room * pp / flying)
-            if math.isinf(extra_s):
-                return math.inf
-            again_s = combination.microbatches * extra_s / pp
-        fill = FILLED.get(combination.schedule, 1.0) * (pp - 1) / (combination.microbatches * each)
-        parts = pp * each if pp > 1 else len(prices.seconds)  # of one stage, all but a segment's go on beside others
-        once_s = (prices.gather_s + prices.reduce_s) / parts + prices.update_s / pp
-        if replicas > 1:
-            grads = prices.memory(mesh_shape).gradient_bytes(0, len(prices.seconds))
-            once_s += self._message_s(grads * replicas // pp, math.prod(mesh_shape))
-        hops = 2 * (combination.num_stages - 1) if pp > 1 else 0
-        hops_s = hops * self._hop_s(prices, len(prices.seconds) // 2, combination, mesh_shape)
-        return max((work_s + again_s) * (1 + fill) + hops_s, prices.reduce_s / pp) + once_s
+class Pricer(ClosedForm):
+    """Estimates combinations on a cluster."""
 
     def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
         """What a combination comes to; None where its stages cannot be cut.
@@ -111,37 +77,34 @@ class Pricer:
             ConstraintError: its schedule does not take its microbatches.
         """
         program = prices.sharding.job.program
-        orders = combination.orders()
+        schedule, pp = combination.schedule, combination.pp
+        orders = named_times(schedule, pp, combination.microbatches, combination.each)
         tail = program_micro(program, combination.microbatches).tail
-        bounds = cut_balanced(prices.seconds, stages_of(orders), tail, combination.microbatches)
+        bounds = cut_balanced(prices.seconds, orders.held, tail, combination.microbatches)
         if bounds is None:
             return None
         memory = prices.memory(mesh_shape)
         stages = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
-        found = ended(orders, stages)
-        room = [self._room(prices, combination.pp)] * len(orders)
-        stages, over = _recomputed(prices, bounds, stages, stages_of(orders), found.peak_bytes, room)
+        found = orders.ended(stages)
+        room = [self.room(prices.workspace_bytes, pp)] * pp
+        stages, over, allowed = _recomputed(prices, bounds, stages, orders.held, found.peak_bytes, room)
         if over:
             return Estimate(combination, math.inf, over, bounds, prices)
         if over is not None:
-            found = ended(orders, stages)
+            found = orders.ended(stages)
         ended_s = self._ended_s(prices, bounds, stages, orders, found)
-        if NAMED[combination.schedule].num_replicas > 1:
+        if NAMED[schedule].num_replicas > 1:
             size = math.prod(mesh_shape)
-            grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in stages_of(orders))
-            ended_s += self._message_s(max(grads), size)
-        return Estimate(combination, ended_s, 0, bounds, prices)
-
-    def _room(self, prices: StagePrices, pp: int) -> int:
-        """What a position may hold beside what calls and, in a pipeline, reductions under way hold for a moment."""
-        return self.budget - prices.workspace_bytes - (self.budget // ROOM if pp > 1 else 0)
+            grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in orders.held)
+            ended_s += self.message_s(max(grads), size)
+        return Estimate(combination, ended_s, 0, bounds, prices, allowed)
 
     def _ended_s(
         self,
         prices: StagePrices,
         bounds: Bounds,
         stages: Sequence[StageCosts],
-        orders: Orders,
+        orders: OrderTimes,
         found: Ended,
     ) -> float:
         """When the last position has reduced its gradients and updated: those of a stage that hands a gradient on from
@@ -150,7 +113,7 @@ class Pricer:
         share = [sum(prices.seconds[slice(*bound)]) / whole for bound in bounds]
         over_s = found.stage_s
         ended_s = found.step_s
-        for mine in stages_of(orders):
+        for mine in orders.held:
             link_s = 0.0
             for stage in sorted(mine, key=lambda stage: over_s[stage]):
                 reduce_s, parts = prices.reduce_s * share[stage], bounds[stage][1] - bounds[stage][0]
@@ -191,14 +154,7 @@ class Pricer:
             return 0.0
         kind = program.kinds[program.segments[stop - 1].kind]
         nbytes = sum(kind.graph.values[name].nbytes for name in kind.outputs)
-        return self._message_s(nbytes // (combination.microbatches * size), size)
-
-    def _message_s(self, nbytes: int, size: int) -> float:
-        """From a position to the next, rank to rank."""
-        pair = (0, size)
-        level, backend = self.cluster.span(pair), self.cluster.group_of(0).device.backend
-        link = self.cluster.link(level, 0) if level == "in_node" else self.cluster.network(pair)
-        return p2p_s(nbytes, link, backend, level)
+        return self.message_s(nbytes // (combination.microbatches * size), size)
 
 
 def _recomputed(
@@ -208,13 +164,15 @@ def _recomputed(
     held: Sequence[Sequence[int]],
     peaks: Sequence[int],
     room: Sequence[int],
-) -> tuple[tuple[StageCosts, ...], int | None]:
+) -> tuple[tuple[StageCosts, ...], int | None, tuple[tuple[tuple[int, ...], float], ...]]:
     """Stages with as much recomputed as fits.
 
     Returns:
-        the stages, and None where nothing had to be; 0 where that fits, else the bytes that are missing.
+        the stages; None where nothing had to be, 0 where that fits, else the bytes that are missing; what may be saved
+        (`Estimate.allowed`).
     """
     found, missing, any_over = list(stages), 0, False
+    allowed: list[tuple[tuple[int, ...], float]] = []
     for position, mine in enumerate(held):
         if peaks[position] <= room[position]:
             continue
@@ -229,23 +187,28 @@ def _recomputed(
             least = sum(prices.options[i][-1].saved_bytes for i in segments)
             missing = max(missing, fixed + math.ceil(flying * least / max(whole, 1)) - room[position])
             continue
+        allowed.append((tuple(segments), share * whole))
         for stage in mine:
-            extra = sum(fates[i][1] for i in range(*bounds[stage]))
-            saved = sum(fates[i][0] for i in range(*bounds[stage]))
+            chosen = [prices.options[i][fates[i]] for i in range(*bounds[stage])]
+            extra, saved = sum(each.extra_s for each in chosen), sum(each.saved_bytes for each in chosen)
             was = stages[stage]
             found[stage] = msgspec.structs.replace(
                 was, backward_s=was.backward_s + extra, input_grad_s=was.input_grad_s + extra, activation_bytes=saved
             )
-    return tuple(found), (missing if any_over else None)
+    return tuple(found), (missing if any_over else None), tuple(allowed)
 
 
-def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict[int, tuple[int, float]] | None:
-    """Per segment (bytes saved, seconds made again), at the least price per byte at which all fit; None: at none."""
+def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict[int, int] | None:
+    """Per segment the number of its option, at the least price per byte at which all fit; None: at none."""
     for price in prices.per_byte:
-        fates = {}
-        for i in segments:
-            best = min(prices.options[i], key=lambda o: (o.extra_s + price * o.saved_bytes, o.saved_bytes))
-            fates[i] = best.saved_bytes, best.extra_s
-        if sum(saved for saved, _ in fates.values()) <= room:
+        best = {kind: _best(options, price) for kind, options in enumerate(prices.sharding.options)}
+        fates = {i: best[prices.sharding.job.program.segments[i].kind] for i in segments}
+        if sum(prices.options[i][o].saved_bytes for i, o in fates.items()) <= room:
             return fates
     return None
+
+
+def _best(options: Sequence[RematOption], price: float) -> int:
+    """The number of the option that takes least at a price per byte."""
+    found = ((each.extra_s + price * each.saved_bytes, each.saved_bytes) for each in options)
+    return min(enumerate(found), key=lambda each: each[1])[0]

@@ -1,30 +1,39 @@
-"""Prices of a position's devices for all that a space of pipelines asks of them, each worked out once.
+"""Prices of a position's devices for what a space of pipelines asks of them, each worked out once.
 
 What prices depend on is a *kind*: the inner axes of a position's mesh and the samples of a microbatch. Kinds are priced
 in rounds: of all inner axes that of the fewest samples first, and of more samples as long as a sample is the faster for
-it. Of a kind several shardings are priced, from the one of least work to those that keep less.
+it. Of a kind several shardings are priced, from the one of least work to those that keep less. By the closed form
+(`closed_form`) what cannot come near the best known is left out: a kind, were its samples a little faster still than
+those of the last; a sharding, did it no more work than the last and kept nothing. Batches of kinds are priced with
+what was known before, so that processes beside this one (`ir.process.workers`) change nothing but the time.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.planner.assemble import Job
+from paraplan.ir.process.workers import Workers
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.sharding_front import front
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices
+from paraplan.planner.pipeline.stage_totals import Totals
+from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.sharding.solve import SolveLimits
 
 Kind = tuple[tuple[int, ...], int, bool, float]
@@ -34,6 +43,12 @@ WORTH = 0.01
 """By how much a sample has to be faster in a larger microbatch for larger ones still to be priced."""
 SHARES = (0.1, 0.5, 2.0)
 """Prices of what shardings keep, each as a share of the work at which all would be kept."""
+NEAR = 0.1
+"""By how much a closed form may be above the least of all for its combination still to be looked into."""
+FASTER = 0.03
+"""What a sample is thought to gain at most from microbatches of twice as many."""
+BATCH = 4
+"""Kinds priced with what was known before the first of them."""
 GAP = 1e-2
 """Of the work of a sharding that is priced, what it may be above the least."""
 USUAL = 16
@@ -53,6 +68,7 @@ class Pricing:
         job, constraints, budget: what is planned, what is pinned of any plan, bytes a device may hold.
         progress: told what is being priced.
         deadline: of the whole search.
+        workers: that price beside this process; None for none.
         prices: per kind, its shardings, fastest first.
         faults: why some have none.
     """
@@ -62,6 +78,7 @@ class Pricing:
     budget: int
     progress: Callable[[str], None]
     deadline: Deadline
+    workers: Workers | None = None
     prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
     faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
 
@@ -69,9 +86,8 @@ class Pricing:
         """What was priced for a combination."""
         return self.prices.get(self.kind(combination), ())
 
-    def mesh_shape(self, combination: Combination, prices: StagePrices) -> tuple[int, ...]:
-        """The mesh of a position: the priced one's inner axes, and the outer one as wide as devices are."""
-        shape = prices.sharding.decisions.mesh.shape
+    def mesh_shape(self, combination: Combination, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The mesh of a position: the inner axes of the one priced, and the outer one as wide as devices are."""
         size = self.job.cluster.num_devices // combination.pp
         return combination.mesh or (size // math.prod(shape[1:]), *shape[1:])
 
@@ -86,48 +102,107 @@ class Pricing:
         kind = self.kind(combination)
         return _way(kind), kind[3]
 
-    def price_all(self, listed: Sequence[Combination]) -> None:
-        """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay."""
+    def price_all(self, listed: Sequence[Combination], best_s: float = math.inf) -> None:
+        """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay.
+
+        Args:
+            listed: the combinations.
+            best_s: the shortest step known; what cannot come near it is not priced.
+        """
         needed: dict[Kind, list[Combination]] = {}
         for combination in listed:
             needed.setdefault(self.kind(combination), []).append(combination)
-        ways: dict[tuple[object, ...], list[Kind]] = {}
-        for kind in sorted(needed, key=lambda kind: (kind[3] < 1, kind[1], [-n for n in kind[0]], kind[2], kind[3])):
-            ways.setdefault(_way(kind), []).append(kind)
-        best_s = dict.fromkeys(ways, math.inf)
-        rounds = itertools.chain.from_iterable(itertools.zip_longest(*ways.values()))
-        for kind in (each for each in rounds if each is not None):
-            way = _way(kind)
-            if best_s[way] == -math.inf or (self.prices and self._late):
-                continue
-            usual = min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL)))
-            self.progress(f"prices of stages: {usual.text}")
-            self.prices[kind] = self.priced(usual, min((each.pp for each in needed[kind] if each.pp > 1), default=1))
-            each_s = min((sum(prices.seconds) for prices in self.prices[kind]), default=math.inf) / kind[3]
-            best_s[way] = -math.inf if each_s > (1 - WORTH) * best_s[way] else each_s
+        waiting = _in_rounds(needed)
+        ways = {_way(kind): _Way() for kind in waiting}
+        while waiting and not (self.prices and self._late):
+            batch: list[Kind] = []
+            for kind in tuple(waiting):
+                way = ways[_way(kind)]
+                if _way(kind) in map(_way, batch):
+                    continue
+                waiting.remove(kind)
+                if way.pays and not self._is_hopeless(kind, needed[kind], way, best_s):
+                    batch.append(kind)
+                if len(batch) == BATCH:
+                    break
+            if batch:
+                self._price(batch, needed, best_s)
+            for kind in batch:
+                ways[_way(kind)].add(kind[3], self.prices[kind])
+                best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
+
+    def _price(self, batch: Sequence[Kind], needed: dict[Kind, list[Combination]], best_s: float) -> None:
+        """Price kinds, each apart."""
+        usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in batch]
+        if self.workers is None:
+            for kind, combination in zip(batch, usual, strict=True):
+                self.progress(f"prices of stages: {combination.text}")
+                self.prices[kind] = self.priced(combination, needed[kind], best_s)
+            return
+        self.progress(f"prices of stages: {'; '.join(each.text for each in usual)}")
+        lost, tasks = self.workers.lost, [(u, needed[kind], best_s) for kind, u in zip(batch, usual, strict=True)]
+        for kind, task, packed in zip(batch, tasks, self.workers.map(packed_prices, tasks, self), strict=True):
+            part = self.position(task[0])[0] if packed else self.job
+            # what there are no prices of says why only where it is priced
+            self.prices[kind] = tuple(each.prices(part) for each in packed) or self.priced(*task)
+        if self.workers.lost > lost:
+            self.progress("a worker process ended; its part is priced here")
+
+    def _is_hopeless(self, kind: Kind, combinations: Sequence[Combination], way: _Way, best_s: float) -> bool:
+        """Whether the combinations of a kind come nowhere near the best, were a sample even faster than in the last
+        one of its way."""
+        if not way.priced:
+            return False
+        times = kind[3] / way.samples
+        faster = 1 - (1 - FASTER) ** math.log2(times)
+        least_s = self._least_s(combinations, [each.totals.of_more(times, faster) for each in way.priced])
+        return least_s > (1 + NEAR) * best_s
+
+    def _least_s(self, combinations: Sequence[Combination], totals: Sequence[Totals]) -> float:
+        """What the best combination comes to under some shardings of its kind."""
+        return min(
+            (
+                self.form.quick_s(combination, each, self.mesh_shape(combination, each.shape))
+                for each in totals
+                for combination in combinations
+            ),
+            default=math.inf,
+        )
+
+    @cached_property
+    def form(self) -> ClosedForm:
+        """What combinations come to at first sight."""
+        return ClosedForm(self.job.cluster, self.budget)
 
     @property
     def _late(self) -> bool:
         return self.deadline.passed_s > PRICED_SHARE * self.deadline.limit_s
 
-    def priced(self, combination: Combination, fewest: int) -> tuple[StagePrices, ...]:
+    def priced(
+        self, combination: Combination, combinations: Sequence[Combination], best_s: float = math.inf
+    ) -> tuple[StagePrices, ...]:
         """Shardings on a position's devices with their prices, fastest first; none that keeps more and takes longer.
 
         Args:
             combination: whose mesh and microbatches they are chosen for.
-            fewest: positions that they are used for.
+            combinations: that they are used for.
+            best_s: the shortest step known: where one that does no more work and keeps nothing comes nowhere near it,
+                none that keeps less is looked for.
         """
         found: list[StagePrices] = []
+        fewest = min((each.pp for each in combinations if each.pp > 1), default=1)
         try:
             part, inner, mesh = self.position(combination)
             limits = SolveLimits(
                 time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
             )
+            inner_shape = mesh.shape[1:]
+            widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
             for decisions in front(part, mesh, combination.microbatches, inner, limits, SHARES):
                 found.append(Sharding(part, decisions).prices)
-                inner_shape = mesh.shape[1:]
-                widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
                 if found[-1].kept_bytes(widest) <= ENOUGH * self.budget * fewest:
+                    break
+                if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
                     break
         except (ConstraintError, NoPlanError) as fault:
             self.faults.append(fault)
@@ -157,3 +232,62 @@ def _way(kind: Kind) -> tuple[object, ...]:
     """What kinds have in common of which more samples are priced as long as they pay: all but these, but for those of
     which a rank has less than one, its axis being a tensor's."""
     return *kind[:3], kind[3] < 1
+
+
+def _in_rounds(kinds: Iterable[Kind]) -> list[Kind]:
+    """Of every way its fewest samples, then of every way the next; the widest inner axes first."""
+    ways: dict[tuple[object, ...], list[Kind]] = {}
+    for kind in sorted(kinds, key=lambda kind: (kind[2], -math.prod(kind[0]), kind[3] >= 1, kind[1], kind[3])):
+        ways.setdefault(_way(kind), []).append(kind)
+    rounds = itertools.chain.from_iterable(itertools.zip_longest(*ways.values()))
+    return [kind for kind in rounds if kind is not None]
+
+
+@dataclass
+class _Way:
+    """Kinds of which more and more samples are priced.
+
+    Attributes:
+        pays: whether a sample was the faster for the last.
+        samples: of the last.
+        priced: its shardings.
+    """
+
+    pays: bool = True
+    samples: float = 0.0
+    priced: tuple[StagePrices, ...] = ()
+
+    def add(self, samples: float, priced: tuple[StagePrices, ...]) -> None:
+        """What was priced for so many samples."""
+        known_s = min((sum(each.seconds) for each in self.priced), default=math.inf) / (self.samples or 1.0)
+        each_s = min((sum(each.seconds) for each in priced), default=math.inf) / samples
+        self.pays = each_s <= (1 - WORTH) * known_s
+        self.samples, self.priced = samples, priced
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Prices without the job they are of, to be passed between processes."""
+
+    decisions: Decisions
+    options: tuple[tuple[RematOption, ...], ...]
+    numbers: tuple[Any, ...]
+
+    def prices(self, part: Job) -> StagePrices:
+        """The prices, of the job on a position's devices."""
+        return StagePrices(Sharding(part, self.decisions, self.options), *self.numbers)
+
+
+def packed_prices(
+    pricing: Pricing, combination: Combination, combinations: Sequence[Combination], best_s: float
+) -> tuple[Packed, ...]:
+    """As `Pricing.priced`, of a process; nothing where there are none."""
+    return tuple(
+        Packed(each.sharding.decisions, each.sharding.options, each.numbers)
+        for each in pricing.priced(combination, combinations, best_s)
+    )
+
+
+def pricing_beside(job: Job, constraints: Constraints, budget: int, deadline: Deadline) -> Pricing:
+    """What a worker prices with."""
+    return Pricing(job, constraints, budget, lambda _: None, deadline)

@@ -19,8 +19,10 @@ import msgspec
 
 from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError, SolverLimitError
 from paraplan.ir.plan import Plan, Tried
+from paraplan.ir.process.cores import num_cores
+from paraplan.ir.process.workers import Workers
 from paraplan.lowering import lower
-from paraplan.planner.alternatives.tried import in_vain, kept, planned
+from paraplan.planner.alternatives.tried import in_vain, kept, planned, slower
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
@@ -28,10 +30,10 @@ from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
-from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.joint.space_bound import SpaceBound
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.pipeline_search import search_pipeline
+from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
@@ -46,17 +48,22 @@ MESHES = 6
 """Of one stage, up to which each is solved."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
-SLACK, FIRST_SLACK = 0.03, 0.1
+SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.015, 0.05, 0.1
 """What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
-one of its schedule was planned, and it is known by how much estimates are off."""
+one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
+a second."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
-ESTIMATED = 60
+LATE = "others not in time"
+"""Said where a pipeline would have been planned, were there time for so many actions as it has."""
+ESTIMATED = 40
 """Combinations whose orders are simulated: the best by a closed form."""
 FEWEST = 8
 """Combinations whose orders are simulated in any case."""
 ESTIMATED_SHARE = 0.55
 """Of the time limit, after which nothing else is estimated."""
+LISTED, MOST_WORKERS = 300, 8
+"""Combinations from which on their pricing is worth processes beside this one; how many there are at most, with it."""
 PROVED_SHARE = 0.2
 """Of the time limit, what a bound on all combinations may take at most, once the plan is found."""
 
@@ -70,6 +77,7 @@ class JointSearch:
         shardings: of stages' devices.
         progress: told what is being tried.
         deadline: of all of it.
+        workers: that price beside this process; None for none.
     """
 
     job: Job
@@ -77,6 +85,7 @@ class JointSearch:
     shardings: Shardings
     progress: Callable[[str], None]
     deadline: Deadline
+    workers: Workers | None = None
     plans: list[Plan] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
@@ -91,7 +100,7 @@ class JointSearch:
     @cached_property
     def pricing(self) -> Pricing:
         """Prices of positions."""
-        return Pricing(self.job, self.constraints, self.budget, self.progress, self.deadline)
+        return Pricing(self.job, self.constraints, self.budget, self.progress, self.deadline, self.workers)
 
     @property
     def best_s(self) -> float:
@@ -163,7 +172,7 @@ class JointSearch:
         An estimate is taken to be off by as much as the last one of its schedule was (`_off`), a pipeline's of a
         schedule not planned yet by as much as the best of others: what is left out of it is left out of all.
         """
-        waiting, in_vain, longest_s, tried = list(estimates), 0, 0.0, False
+        waiting, in_vain, longest, tried = list(estimates), 0, (0.0, 1), False
         most = max((each.combination.num_actions for each in estimates), default=1)
 
         def rank(estimate: Estimate) -> float:
@@ -173,18 +182,21 @@ class JointSearch:
             first = min(waiting, key=rank)
             if in_vain >= MOST and (self.plans or math.isinf(first.step_s)):
                 return
-            slack = SLACK if first.combination.family in self._off else FIRST_SLACK
+            family = first.combination.family
+            slack = ONE_STAGE_SLACK if family == ONE_STAGE else SLACK if family in self._off else FIRST_SLACK
             if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
-            if (self.plans or tried) and self.deadline.passed_s + longest_s > self.deadline.limit_s:
-                self.words.append("then time ran out")
-                return
             waiting.remove(first)
+            if (self.plans or tried) and self.deadline.passed_s + _expected_s(first, longest) > self.deadline.limit_s:
+                if LATE not in self.words:
+                    self.words.append(LATE)
+                continue
             tried = True
             before, began_s = self.best_s, self.deadline.passed_s
             self._plan(first)
             in_vain = 0 if self.best_s < before else in_vain + 1
-            longest_s = max(longest_s, self.deadline.passed_s - began_s)
+            if first.combination.pp > 1:
+                longest = max(longest, (self.deadline.passed_s - began_s, first.combination.num_actions))
 
     def _nothing(self) -> NoPlanError | ConstraintError:
         """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
@@ -228,27 +240,32 @@ class JointSearch:
         self,
         what: str,
         pins: Constraints,
-        make: Callable[[], Plan],
+        make: Callable[[], Plan | Slower],
         estimated: str = "",
         step_s: float | None = None,
-    ) -> Plan | None:
-        """What is planned, told with what it was estimated at; None where nothing was found."""
+    ) -> float | None:
+        """What is planned, told with what it was estimated at: its step, or what that is not below; None where nothing
+        was found."""
         text = f"{what}{estimated}"
         known = f"{text}; best so far {self.best_s:.4g} s" if self.plans else text
         self.progress(known)
         try:
-            plan = make()
+            found = make()
         except (ConstraintError, NoPlanError) as fault:
             self.faults.append(fault)
             self.tried.append(in_vain(what, fault, step_s))
             self.words.append(f"{text}: nothing")
             return None
-        self.plans.append(plan)
+        if isinstance(found, Slower):
+            self.words.append(f"{text}: no less than {found.step_s:.4g} s")
+            self.tried.append(slower(what, found.step_s, step_s))
+            return found.step_s
+        self.plans.append(found)
         asked = self.constraints.as_data
         more = {name: value for name, value in pins.as_data.items() if asked.get(name) != value}
-        self.tried.append(planned(what, plan, step_s, more))
-        self.words.append(f"{text}: {_step_s(plan):.4g} s")
-        return plan
+        self.tried.append(planned(what, found, step_s, more))
+        self.words.append(f"{text}: {_step_s(found):.4g} s")
+        return _step_s(found)
 
     def _plan(self, estimate: Estimate) -> None:
         """Plan a combination as a pinned pipeline."""
@@ -258,22 +275,26 @@ class JointSearch:
         step_s = estimate.step_s if math.isfinite(estimate.step_s) else None
         said = "estimated not to fit" if step_s is None else f"{step_s:.4g} s estimated"
 
-        def make() -> Plan:
+        def make() -> Plan | Slower:
             check_constraints(pinned, self.job.cluster.num_devices)
-            return search_pipeline(self.job, pinned, self.shardings, self._sharding(estimate))
+            within_s = (
+                self.best_s if estimate.combination.pp > 1 else math.inf
+            )  # what is planned in a second is planned
+            start = Start(self._sharding(estimate), estimate.taken(), within_s)
+            return search_from(self.job, pinned, self.shardings, start)
 
-        plan = self._try(estimate.combination.text, pinned, make, f" ({said})", step_s)
-        if plan is not None and step_s is not None:
-            self._off[estimate.combination.family] = _step_s(plan) / step_s
+        found_s = self._try(estimate.combination.text, pinned, make, f" ({said})", step_s)
+        if found_s is not None and step_s is not None:
+            self._off[estimate.combination.family] = found_s / step_s
 
     def _estimates(self, listed: Sequence[Combination]) -> list[Estimate]:
         """Of every combination, the most promising first."""
         pricer = Pricer(self.job.cluster, self.budget)
         quick: list[tuple[float, int, Combination, StagePrices]] = []
-        self.pricing.price_all(listed)
+        self.pricing.price_all(listed, self.best_s)
         for number, combination in enumerate(listed):
             known = [
-                (pricer.quick_s(combination, prices, self.pricing.mesh_shape(combination, prices)), prices)
+                (pricer.quick_s(combination, prices.totals, self._shape(combination, prices)), prices)
                 for prices in self.pricing.of(combination)
             ]
             if known:  # where none fits, the leanest
@@ -284,13 +305,16 @@ class JointSearch:
             if len(found) >= FEWEST and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
                 break
             try:
-                estimate = pricer.estimate(combination, prices, self.pricing.mesh_shape(combination, prices))
+                estimate = pricer.estimate(combination, prices, self._shape(combination, prices))
             except ConstraintError as fault:
                 self.faults.append(fault)
                 continue
             if estimate is not None:
                 found.append(estimate)
         return sorted(found, key=lambda each: each.rank)
+
+    def _shape(self, combination: Combination, prices: StagePrices) -> tuple[int, ...]:
+        return self.pricing.mesh_shape(combination, prices.shape)
 
     def _sharding(self, estimate: Estimate) -> Sharding | None:
         """The priced sharding on the combination's own mesh; where its dims do not divide there, the one of that mesh
@@ -314,8 +338,8 @@ class JointSearch:
             return found
         pricer = Pricer(self.job.cluster, self.budget)
         own = min(
-            self.pricing.priced(combination, combination.pp),
-            key=lambda prices: pricer.quick_s(combination, prices, prices.shape),
+            self.pricing.priced(combination, [combination]),
+            key=lambda prices: pricer.quick_s(combination, prices.totals, prices.shape),
             default=None,
         )
         return None if own is None else there(own)
@@ -346,7 +370,20 @@ def search_joint(
         ConstraintError: what is pinned leaves nothing.
         SolverLimitError: nothing that fits was found.
     """
-    return JointSearch(job, constraints, shardings, progress, deadline).found(listed, one_stage, certify)
+    beside = min(num_cores(), MOST_WORKERS) - 1 if len(listed) > LISTED else 0
+    if not beside:
+        return JointSearch(job, constraints, shardings, progress, deadline).found(listed, one_stage, certify)
+    workers = Workers(beside, pricing_beside, job, constraints, device_budget(job.cluster, constraints), deadline)
+    try:
+        return JointSearch(job, constraints, shardings, progress, deadline, workers).found(listed, one_stage, certify)
+    finally:
+        workers.close()
+
+
+def _expected_s(estimate: Estimate, longest: tuple[float, int]) -> float:
+    """What a pipeline takes to plan, where the one that took longest took so long for so many actions."""
+    seconds, actions = longest
+    return seconds * max(estimate.combination.num_actions / actions, 1.0) if estimate.combination.pp > 1 else 0.0
 
 
 def _step_s(plan: Plan) -> float:

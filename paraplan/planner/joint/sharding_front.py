@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from paraplan.ir.machine.mesh import Mesh
@@ -11,6 +12,9 @@ from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_row
 from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.solve import SolveLimits, decisions_of, failure_of, problem_of
+
+LESS = 0.03
+"""Of what a sharding keeps, by how much the next has to keep less: those nearly alike are not told apart."""
 
 
 def front(
@@ -31,18 +35,19 @@ def front(
     space = problem_of(job, mesh, num_microbatches, constraints)
     network = with_rows(formulate(space).network, tier_rows(space))
     (held, *_) = memory_rows(space, 1.0, activations=False)
-    whole, seen = 0.0, set[tuple[int, ...]]()
+    whole, least = 0.0, math.inf
     for share in (0.0, *shares):
         found = optimise(with_price(network, held, share * whole), limits.time_s, limits.relative_gap, limits.backend)
         if found.choices is None:
             raise failure_of(job, space, found, limits, proved=True)
-        if not seen:
-            kept = float(sum(amounts[found.choices[variable]] for variable, amounts in held.held.items()))
+        kept = float(sum(amounts[found.choices[variable]] for variable, amounts in held.held.items()))
+        if math.isinf(least):
             whole = float(network.work(found.choices).sum()) / max(kept, 1.0)
-        choices = found.choices[: len(space.deciders)]
-        if choices not in seen:
-            seen.add(choices)
-            yield decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
+        if kept < (1 - LESS) * least:
+            least = kept
+            yield decisions_of(
+                job, space, mesh, num_microbatches, found.choices[: len(space.deciders)], bool(constraints.params)
+            )
 
 
 def with_price(network: Network, held: Row, per_byte: float) -> Network:

@@ -15,79 +15,99 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
 from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
-from paraplan.ir.execution.schedule import Schedule
-from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
-from paraplan.planner.assemble import Job, assemble
+from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
-from paraplan.planner.passes.grad_reductions import ROOM, WORTH, reducing, waiting_less
+from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
-from paraplan.planner.pipeline.balanced_cuts import cut_balanced
-from paraplan.planner.pipeline.first_devices import first_devices
-from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
-from paraplan.planner.pipeline.pipeline import pipelined, rescheduled
+from paraplan.planner.pipeline.pipeline import rescheduled
+from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of, of_few_microbatches, taken_s
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
-from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain
-from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.recompute.presets import preset_activations
-from paraplan.planner.schedules.complete import complete
-from paraplan.planner.schedules.event_simulation import ended
-from paraplan.planner.schedules.named import NAMED, named_orders
-from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of, stages_of
-from paraplan.rules.time_axis import program_micro
+from paraplan.planner.schedules.named import NAMED
+from paraplan.planner.schedules.schedule_problem import holders_of
 
 SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
-FILLED, SAVED = 3, 1.5
-"""Microbatches a position with which plans are tried where there are this many times more."""
 TIMES = 2
 """How often: the second time as much less may be held as all microbatches held more the first time."""
-CUTS = 4
-"""Cuts by memory simulated before giving up."""
+QUICKER = 0.02
+"""What a plan is thought to gain at most once its messages, reductions and products are."""
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
 
 
-def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings, first: Sharding | None = None) -> Plan:
+@dataclass(frozen=True)
+class Start:
+    """What is known of a pipeline before it is planned.
+
+    Attributes:
+        sharding: the one that is tried first; None for that of least work.
+        taken: per segment, the number of the option to recompute that it is thought to have to take; () for none.
+        within_s: the step of a plan known: where this one's cannot be shorter, it is left.
+    """
+
+    sharding: Sharding | None = None
+    taken: tuple[int, ...] = ()
+    within_s: float = math.inf
+
+
+class Slower(NamedTuple):
+    """A pipeline that was left: its step is no shorter than this."""
+
+    step_s: float
+
+
+def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
     """The fastest plan found that fits.
 
     Args:
         job: what is planned.
         constraints: with `pp`.
         shardings: of one stage's devices.
-        first: the sharding that is tried first; None for that of least work.
     Raises:
         ConstraintError: the devices, segments or microbatches cannot be divided so.
         SolverLimitError: none tried fits, which proves nothing of others; says which rank is over, and by how much.
     """
+    found = search_from(job, constraints, shardings, Start())
+    assert isinstance(found, Plan)
+    return found
+
+
+def search_from(job: Job, constraints: Constraints, shardings: Shardings, start: Start) -> Plan | Slower:
+    """As `search_pipeline`, from what is known; `Slower` where that is enough to leave it."""
     if constraints.schedule == SEARCHED:
         return _searched(job, constraints, shardings)
-    case = _case(job, constraints)
-    few = _of_few_microbatches(case)
+    case = case_of(job, constraints)
+    few = of_few_microbatches(case)
     for _ in range(TIMES if few is not None else 0):
         assert few is not None
-        best = _fastest(few, shardings, first)
+        best = _fastest(few, shardings, start)
+        if isinstance(best, Slower):
+            return best
+        if few.least_s(best) > start.within_s:
+            return Slower(few.least_s(best))
         whole = realised(rescheduled(best.plan, case.schedule, holders_of(case.orders)))
         if case.fits(whole):
             return _told(whole)
         few = replace(few, budget=case.budget - max(whole.peak_bytes - best.peak_bytes, 0))
-    return _told(_fastest(case, shardings, first))
+    found = _fastest(case, shardings, start)
+    return found if isinstance(found, Slower) else _told(found)
 
 
-def _fastest(case: _Case, shardings: Shardings, first: Sharding | None) -> Realised:
+def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised | Slower:
     """The fastest pipeline of a case found that fits.
 
     Raises:
@@ -95,13 +115,20 @@ def _fastest(case: _Case, shardings: Shardings, first: Sharding | None) -> Reali
     """
     tried: list[Realised] = []
     fitting: list[Realised] = []
+    begun: Realised | None = None
+    taken = start.taken if case.is_cut_by_time else ()
+    if start.sharding is not None and case.constraints.recompute is None:
+        begun = case.begun(start.sharding, taken)
+        if case.least_s(begun) > (1 + QUICKER) * start.within_s:
+            return Slower(case.least_s(begun))
     for rung in case.constraints.placing.rungs(case.constraints.tiers)[:2]:
         if not fitting:
-            tried += _with_shardings(replace(case, inner=case.inner.placed(rung)), shardings, first)
+            here = replace(case, inner=case.inner.placed(rung))
+            tried += _with_shardings(here, shardings, start.sharding, None if tried else begun, taken)
             fitting = [made for made in tried if case.fits(made)]
     if not fitting:
         raise SolverLimitError(_overflow(tried, case.budget, case.positions))
-    return _quickened(min(fitting, key=_taken_s), case.constraints, case.budget)
+    return _quickened(min(fitting, key=taken_s), case.constraints, case.budget)
 
 
 def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
@@ -130,8 +157,13 @@ def _priced_alone(plan: Plan) -> Plan:
     return _told(realised(msgspec.structs.replace(plan, notes=())))
 
 
-def _with_shardings(case: _Case, shardings: Shardings, first: Sharding | None) -> list[Realised]:
-    """Plans with shardings that keep less and less, until one fits as it is; of a given sharding, until one fits."""
+def _with_shardings(
+    case: PipelineCase, shardings: Shardings, first: Sharding | None, begun: Realised | None, taken: Sequence[int]
+) -> list[Realised]:
+    """Plans with shardings that keep less and less, until one fits as it is; of a given sharding, until one fits.
+
+    `begun` is the first plan of that sharding where it was made, `taken` what it recomputes.
+    """
     tried: list[Realised] = []
     kept_bytes: float | None = None
     for _ in range(SHARDINGS):
@@ -142,7 +174,7 @@ def _with_shardings(case: _Case, shardings: Shardings, first: Sharding | None) -
             if not tried:
                 raise
             break
-        plans = case.plans(sharding)
+        plans = case.plans(sharding) if known is None else case.plans(sharding, begun, taken if begun else ())
         tried += plans
         if case.fits(plans[0]) or (first is not None and any(map(case.fits, plans))):
             break
@@ -164,184 +196,9 @@ def _quickened(best: Realised, constraints: Constraints, budget: int) -> Realise
     return made if plan == made.plan else realised(plan)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A degree and a schedule.
-
-    Attributes:
-        job, constraints: what is planned, and what is pinned.
-        part: the job on one position's devices.
-        inner: what is pinned of a position's sharding.
-        positions, num_stages, budget: sizes.
-        orders, schedule: of the pipeline, one rank per position.
-    """
-
-    job: Job
-    constraints: Constraints
-    part: Job
-    inner: Constraints
-    positions: int
-    num_stages: int
-    budget: int
-    orders: Orders
-    schedule: Schedule
-
-    def fits(self, made: Realised) -> bool:
-        """Whether no rank, and no tier, holds more than it may."""
-        return made.peak_bytes <= self.budget and not made.over_bytes
-
-    def plans(self, sharding: Sharding) -> list[Realised]:
-        """Plans with a sharding: the one that recomputes nothing (or what is pinned), and others if it does not
-        fit."""
-        pinned = self.constraints.recompute
-        activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
-        bounds = self.constraints.stages or cut_balanced(
-            sharding.prices.seconds, stages_of(self.orders), self.tail, self.inner.microbatches or 1
-        )
-        if bounds is None:
-            raise ConstraintError(
-                f"{self.num_stages} stages: the last one holds all segments from {self.tail} on, which run once on the "
-                "whole batch, so that too few are left for the others; use fewer stages"
-            )
-        found = [self._priced(sharding, bounds, activations)]
-        if self.fits(found[0]) or activations:
-            return found
-        if self.constraints.stages is None and self.num_stages == self.positions and self.schedule.num_replicas == 1:
-            found += self._cut_by_memory(sharding, bounds, found[0])
-        if pinned is None:
-            found.append(self._recomputing(sharding, bounds, found[0]))
-            waiting = list(map(realised, waiting_less(found[0])))
-            if waiting and _taken_s(less := min(waiting, key=_taken_s)) < (1 - WORTH) * _taken_s(found[0]):
-                found.append(self._recomputing(sharding, bounds, less))
-        return found
-
-    def _recomputing(self, sharding: Sharding, bounds: Bounds, kept: Realised) -> Realised:
-        """As little recomputed as fits, gradients being reduced as in a plan that keeps everything."""
-        return recomputing(
-            kept,
-            lambda fates: self._priced(sharding, bounds, fates, kept.plan.reduce_every),
-            sharding.options,
-            self.budget,
-        )
-
-    @cached_property
-    def tail(self) -> int:
-        """The first segment that runs once on the whole batch."""
-        return program_micro(self.job.program, self.inner.microbatches or 1).tail
-
-    def _holds_tail(self, stage: int, first: int, stop: int) -> bool:
-        """Whether a stage holds all of the tail or nothing."""
-        return stop <= self.tail or stage == self.num_stages - 1
-
-    def less_kept(self, sharding: Sharding, made: Realised) -> float:
-        """What the whole model may keep for the fullest stage of a plan to fit, all else being equal."""
-        plan = made.plan
-        memory = chain_memory(sharding.whole, [0] * len(self.job.program.kinds))
-        held, shares = holdings(plan), []
-        for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
-            stages = held[group_of_class(plan, held, actions)].stages
-            kept = sum(memory.kept_bytes(plan.stages[s].first, plan.stages[s].stop) for s in stages)
-            shares.append(1 - (peak - self.budget) / max(kept, 1))
-        return memory.kept_bytes(0, len(self.job.program.segments)) * max(min(shares), 0.05)
-
-    def _cut_by_memory(self, sharding: Sharding, bounds: Bounds, made: Realised) -> list[Realised]:
-        """The plan whose stages are cut by time among those that fit, where there is one.
-
-        What ops need for a moment is what the simulation found above what the stages hold.
-        """
-        memory = chain_memory(sharding.whole, [options[0].saved_bytes for options in sharding.options])
-        flying = [int(in_flight(self.schedule, (stage,))) for stage in range(self.num_stages)]
-        needed = [-float("inf")] * self.num_stages
-        for _ in range(CUTS):
-            for stage, peak in enumerate(_stage_peaks(made)):
-                needed[stage] = max(needed[stage], peak - memory.stage_bytes(*bounds[stage], flying[stage]))
-
-            def fits(stage: int, first: int, stop: int) -> bool:
-                held = memory.stage_bytes(first, stop, flying[stage]) + needed[stage]
-                return held <= self.budget and self._holds_tail(stage, first, stop)
-
-            cut = cut_chain(sharding.prices.seconds, self.num_stages, fits)
-            if cut is None:
-                return []
-            bounds, made = cut, self._priced(sharding, cut)
-            if self.fits(made):
-                return [made]
-        return []
-
-    def _priced(self, sharding: Sharding, bounds: Bounds, activations: Activations = (), every: int = 1) -> Realised:
-        whole = assemble(self.part, replace(sharding.decisions, activations=activations))
-        whole = msgspec.structs.replace(whole, reduce_every=every, reducing_bytes=self.budget // ROOM)
-        return realised(pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders)))
-
-
-def _case(job: Job, constraints: Constraints) -> _Case:
-    assert isinstance(constraints.pp, int)
-    positions, name = constraints.pp, constraints.schedule or usual_schedule(job.program, constraints)
-    num_stages = count_stages(constraints, positions, name, len(job.program.segments))
-    micros, orders = first_microbatches(job.program, constraints, name, positions, num_stages // positions)
-    schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
-    check_turns(job.program, micros, name, schedule, num_stages)
-    inner = msgspec.structs.replace(
-        constraints,
-        pp=None,
-        schedule=None,
-        stages=None,
-        microbatches=micros,
-        memory_bytes=None,
-        reserve_bytes=0,
-        recompute="none",
-    )
-    return _Case(
-        job=job,
-        constraints=constraints,
-        part=replace(job, cluster=first_devices(job.cluster, positions)),
-        inner=inner,
-        positions=positions,
-        num_stages=num_stages,
-        budget=device_budget(job.cluster, constraints),
-        orders=orders,
-        schedule=schedule,
-    )
-
-
-def _of_few_microbatches(case: _Case) -> _Case | None:
-    """The case in which only the first microbatches run, as many as fill the pipeline: its peaks are those of all, and
-    what is faster with them is with more. None where that saves little, or more microbatches hold more."""
-    positions, program, name = case.positions, case.job.program, case.schedule.name
-    micros = case.inner.microbatches or 1
-    few = FILLED * positions
-    if positions == 1 or micros <= SAVED * few or program.buffer_updates or case.tail < len(program.segments):
-        return None
-    if case.constraints.delayed_update is not None:
-        return None
-    try:
-        orders = named_orders(name, positions, few, case.num_stages // positions)
-    except ConstraintError:
-        return None
-    alike = (StageCosts(),) * case.num_stages
-    if ended(orders, alike).peak_bytes != ended(case.orders, alike).peak_bytes:
-        return None
-    schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
-    return replace(case, orders=orders, schedule=schedule)
-
-
 def _step_s(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_s
-
-
-def _taken_s(made: Realised) -> float:
-    return made.simulation.step_s
-
-
-def _stage_peaks(made: Realised) -> list[int]:
-    """Per stage of a plan whose positions hold one each, the peak of its ranks."""
-    plan = made.plan
-    held, found = holdings(plan), [0] * len(plan.stages)
-    for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
-        (stage,) = held[group_of_class(plan, held, actions)].stages
-        found[stage] = max(found[stage], peak)
-    return found
 
 
 def _overflow(tried: Sequence[Realised], budget: int, positions: int) -> str:

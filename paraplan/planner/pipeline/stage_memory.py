@@ -34,19 +34,24 @@ Cell = tuple[int, ...]
 
 
 def recomputing(
-    kept: Realised, make: Make, options: Sequence[tuple[RematOption, ...]], budget_bytes: float
+    kept: Realised,
+    make: Make,
+    options: Sequence[tuple[RematOption, ...]],
+    budget_bytes: float,
+    begun: Sequence[int] = (),
 ) -> Realised:
     """The pipeline with as little recomputed as fits, or the one that comes closest.
 
     Args:
-        kept: a pipeline that keeps everything.
+        kept: a pipeline that keeps everything, or recomputes what `begun` says.
         make: simulates the same pipeline with other activations, per segment.
         options: per kind, what an instance may do, most bytes saved first.
         budget_bytes: of a device.
+        begun: per segment, the option it takes already; () for the first of each.
     """
     program, stages = kept.plan.program, kept.plan.stages
     segments = {cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept.plan)}
-    taken = dict.fromkeys(range(len(program.segments)), 0)
+    taken = dict(enumerate(begun or [0] * len(program.segments)))
     made = least = kept
     for round_ in range(ROUNDS):
         over = _over(made, budget_bytes)

@@ -14,7 +14,6 @@ Limits: waits are those of a stage without neighbours; what a step does once is 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.stage_cuts import ChainMemory, chain_memory, cut_evenly
+from paraplan.planner.pipeline.stage_totals import Kept, Totals
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import options_of
 from paraplan.planner.schedules.complete import complete
@@ -50,10 +50,12 @@ class Sharding:
     Attributes:
         job: on these devices.
         decisions: the sharding.
+        known: its options, where they were found before.
     """
 
     job: Job
     decisions: Decisions
+    known: tuple[tuple[RematOption, ...], ...] = ()
 
     @cached_property
     def whole(self) -> Plan:
@@ -68,7 +70,7 @@ class Sharding:
     @cached_property
     def options(self) -> tuple[tuple[RematOption, ...], ...]:
         """Per kind, what an instance may recompute."""
-        return options_of(self.whole)
+        return self.known or options_of(self.whole)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,15 @@ class StagePrices:
     cut_forward_s: float
     cut_backward_s: float
     _memories: dict[tuple[int, ...], ChainMemory] = field(default_factory=dict)
+    _kept: dict[tuple[int, ...], Kept] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> tuple[tuple[float, ...] | float, ...]:
+        """All but the sharding, in the order of fields."""
+        return (
+            *(self.forward_s, self.backward_s, self.reduce_s, self.update_s, self.gather_s),
+            *(self.workspace_bytes, self.cut_forward_s, self.cut_backward_s),
+        )
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
@@ -140,9 +151,25 @@ class StagePrices:
             )
         return tuple(found)
 
-    def least_extra_s(self, saved_bytes: float) -> float:
-        """Seconds made again for a microbatch to save so little in the whole model; infinite where it cannot."""
-        return next((extra_s for saved, extra_s in self.recomputing if saved <= saved_bytes), math.inf)
+    @cached_property
+    def totals(self) -> Totals:
+        """What the whole model comes to."""
+        program = self.sharding.job.program
+        kind = program.kinds[program.segments[max(len(program.segments) // 2 - 1, 0)].kind]
+        return Totals(
+            shape=self.shape,
+            keeps=self.keeps,
+            num_segments=len(program.segments),
+            hop_bytes=sum(kind.graph.values[name].nbytes for name in kind.outputs),
+            seconds=sum(self.seconds),
+            cut_s=self.cut_forward_s + self.cut_backward_s,
+            once_s=self.gather_s + self.reduce_s,
+            reduce_s=self.reduce_s,
+            update_s=self.update_s,
+            saved_bytes=self.saved_bytes,
+            workspace_bytes=self.workspace_bytes,
+            recomputing=self.recomputing,
+        )
 
     def memory(self, mesh_shape: tuple[int, ...]) -> ChainMemory:
         """What runs of segments keep on a mesh of this shape.
@@ -166,7 +193,14 @@ class StagePrices:
 
     def kept_bytes(self, mesh_shape: tuple[int, ...]) -> int:
         """What the whole model keeps on one rank of a mesh of this shape."""
-        return self.memory(mesh_shape).kept_bytes(0, len(self.sharding.job.program.segments))
+        return self.keeps(mesh_shape).all_bytes
+
+    def keeps(self, mesh_shape: tuple[int, ...]) -> Kept:
+        """As `kept_bytes`, with what gradients are of it."""
+        if mesh_shape not in self._kept:
+            memory, stop = self.memory(mesh_shape), len(self.sharding.job.program.segments)
+            self._kept[mesh_shape] = Kept(memory.kept_bytes(0, stop), memory.gradient_bytes(0, stop))
+        return self._kept[mesh_shape]
 
 
 def stage_prices(sharding: Sharding) -> StagePrices:

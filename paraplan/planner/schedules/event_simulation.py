@@ -14,7 +14,6 @@ import heapq
 import math
 import random
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.schedule import Action, ActionKind
@@ -108,74 +107,6 @@ def evaluate(orders: Orders, stages: tuple[StageCosts, ...], noise: Noise | None
         peak_bytes=tuple(peak for peak, _ in peaks),
         peak_in_flight=tuple(most for _, most in peaks),
     )
-
-
-class Ended(NamedTuple):
-    """When orders end.
-
-    Attributes:
-        step_s: the last computation.
-        stage_s: per stage, its last backward.
-        peak_bytes: per position, the most bytes held at once.
-    """
-
-    step_s: float
-    stage_s: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
-
-
-def ended(orders: Orders, stages: tuple[StageCosts, ...]) -> Ended:
-    """As `evaluate` without its events, in a fraction of the time.
-
-    A link carries its messages in the order in which its sender makes them, so positions can be gone through one after
-    another, each until it waits for what is not made yet.
-
-    Raises:
-        InvalidPlanError, ConstraintError: as for `evaluate`.
-    """
-    check_costs(stages)
-    runner, last = runner_of(orders), len(stages) - 1
-    free, at_ = [0.0] * len(orders), [0] * len(orders)
-    arrived: dict[tuple[bool, int, int], float] = {}  # (gradient, stage that made it, microbatch)
-    waiting: dict[tuple[bool, int, int], int] = {}
-    links: dict[tuple[int, int], float] = {}
-    over = [0.0] * len(stages)
-    took = [{kind: costs.seconds(kind) for kind in COMPUTE} for costs in stages]
-    ready = list(range(len(orders)))
-    while ready:
-        position = ready.pop()
-        order, now = orders[position], free[position]
-        while at_[position] < len(order):
-            action = order[at_[position]]
-            stage, kind, m = action.stage, action.kind, action.microbatch
-            forward = kind is ActionKind.F
-            need = (not forward, stage - 1 if forward else stage + 1, m)
-            if kind is not ActionKind.W and (stage if forward else last - stage):
-                there = arrived.get(need)
-                if there is None:
-                    waiting[need] = position
-                    break
-                now = max(now, there)
-            now += took[stage][kind]
-            at_[position] += 1
-            if not forward:
-                over[stage] = max(over[stage], now)
-            if kind is ActionKind.W:
-                continue
-            reader = runner.get((stage + (1 if forward else -1), m))
-            there = now
-            if reader is not None and reader != position:
-                link = position, reader
-                seconds = stages[stage].send_forward_s if forward else stages[stage].send_backward_s
-                there = links[link] = max(now, links.get(link, 0.0)) + seconds
-            made = (not forward, stage, m)
-            arrived[made] = there
-            if made in waiting:
-                ready.append(waiting.pop(made))
-        free[position] = now
-    if any(at_[position] < len(order) for position, order in enumerate(orders)):
-        evaluate(orders, stages)  # says who waits for what
-    return Ended(max(free), tuple(over), tuple(_peaks(order, stages)[0] for order in orders))
 
 
 def _peaks(order: tuple[Action, ...], stages: tuple[StageCosts, ...]) -> tuple[int, int]:

@@ -25,6 +25,7 @@ class Named(NamedTuple):
         step: 0 where only `stages` will do.
         num_replicas: groups of positions that hold each stage.
         splits: whether gradients of weights are made apart from the rest of a backward.
+        counts: whether it can be made for so many positions and microbatches.
     """
 
     make: Callable[[int, int, int], Orders]
@@ -32,6 +33,7 @@ class Named(NamedTuple):
     step: int = 0
     num_replicas: int = 1
     splits: bool = False
+    counts: Callable[[int, int], bool] = lambda p, m: True
 
     def takes(self, stages_per_position: int) -> bool:
         """Whether it can be made for so many stages a position."""
@@ -43,9 +45,9 @@ NAMED: dict[str, Named] = {
     "gpipe": Named(lambda p, m, _: gpipe(p, m)),
     "1f1b": Named(lambda p, m, _: one_f_one_b(p, m)),
     "zb-h1": Named(lambda p, m, _: zb_h1(p, m), splits=True),
-    "gems": Named(lambda p, m, _: gems(p, m), num_replicas=2),
-    "chimera": Named(lambda p, m, _: chimera(p, m), num_replicas=2),
-    "interleaved": Named(interleaved, stages=2, step=1),
+    "gems": Named(lambda p, m, _: gems(p, m), num_replicas=2, counts=lambda p, m: min(p, m) > 1),
+    "chimera": Named(lambda p, m, _: chimera(p, m), num_replicas=2, counts=lambda p, m: not p % 2 and not m % 2),
+    "interleaved": Named(interleaved, stages=2, step=1, counts=lambda p, m: not m % p),
     "zb-v": Named(lambda p, m, _: zb_v(p, m), stages=2, splits=True),
     "hanayo": Named(lambda p, m, v: hanayo(p, m, v // 2), stages=2, step=2),
 }

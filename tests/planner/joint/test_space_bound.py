@@ -18,8 +18,8 @@ from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.joint.space_bound import Least, SpaceBound
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.schedules.event_simulation import ended
 from paraplan.planner.schedules.named import NAMED
+from paraplan.planner.schedules.order_times import ended
 from paraplan.planner.schedules.schedule_problem import StageCosts
 from paraplan.planner.search import search
 from tests.captures import zoo_job

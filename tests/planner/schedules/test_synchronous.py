@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from paraplan.ir.execution.schedule import ActionKind, spread
 from paraplan.lowering.verification.verify_schedule import verify_schedule
 from paraplan.planner.schedules.complete import complete, orders_of
-from paraplan.planner.schedules.event_simulation import ended, evaluate
+from paraplan.planner.schedules.event_simulation import evaluate
 from paraplan.planner.schedules.families.synchronous import gpipe, one_f_one_b
 from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.order_times import ended
 from paraplan.planner.schedules.schedule_problem import COMPUTE, StageCosts, stages_of
 
 

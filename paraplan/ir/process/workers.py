@@ -1,0 +1,136 @@
+"""Processes that work beside this one on tasks that need nothing of each other.
+
+    workers = Workers(2, setup, argument)        # every process makes setup(argument) once
+    workers.map(function, tasks, own)            # function(that, *task) for each, in the tasks' order
+
+This process takes tasks as well, with `own`. A task that a worker cannot do, be it that it ends or that the task fails,
+is done here, so the answer is that of a loop, and the errors are. Workers are started as `python -m`, so that a script
+without a guard of its `__main__` is not run again; they import what tasks name, and end with this process or when they
+are closed. Tasks and answers are pickled: they pass between processes of one program, never through a file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_UNKNOWN: Any = object()
+
+
+class Workers:
+    """Some processes.
+
+    Args:
+        count: how many, beside this one.
+        setup, args: what each makes once.
+    """
+
+    def __init__(self, count: int, setup: Callable[..., object], *args: object) -> None:
+        self.lost = 0
+        self._processes = [_Process(pickle.dumps((setup, args))) for _ in range(count)]
+
+    def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], own: object) -> list[T]:
+        """What a function makes of every task.
+
+        Args:
+            function: of a module; called with what `setup` made and a task's parts.
+            tasks: the parts of each.
+            own: what `setup` would have made here.
+        Returns:
+            In the order of tasks.
+        """
+        found: list[T] = [_UNKNOWN] * len(tasks)
+        left = deque(range(len(tasks)))
+        threads = [Thread(target=self._drive, args=(each, function, tasks, left, found)) for each in self._processes]
+        try:
+            for thread in threads:
+                thread.daemon = True
+                thread.start()
+            while left:
+                with suppress(IndexError):
+                    index = left.popleft()
+                    found[index] = function(own, *tasks[index])
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self.close()
+            raise
+        return [function(own, *task) if made is _UNKNOWN else made for made, task in zip(found, tasks, strict=True)]
+
+    def _drive(
+        self,
+        process: _Process,
+        function: Callable[..., T],
+        tasks: Sequence[tuple[Any, ...]],
+        left: deque[int],
+        found: list[T],
+    ) -> None:
+        """Hand tasks to a process for as long as there are some, and it answers."""
+        with suppress(IndexError):
+            while True:
+                index = left.popleft()
+                try:
+                    found[index] = process.answer(pickle.dumps((function, tasks[index])))
+                except (OSError, EOFError, ValueError, pickle.PickleError):
+                    process.end()
+                    self._processes.remove(process)
+                    self.lost += 1
+                    return
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.end()
+        self._processes = []
+
+
+class _Process:
+    """One of them, and what it is told first, while it starts."""
+
+    def __init__(self, first: bytes) -> None:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+        command = [sys.executable, "-m", "paraplan.ir.process.worker"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        self._telling = Thread(target=self._tell, args=(first,), daemon=True)
+        self._telling.start()
+
+    def answer(self, task: bytes) -> Any:
+        """What it makes of a task; unknown where it says that it cannot.
+
+        Raises:
+            EOFError, OSError: it has ended.
+        """
+        self._telling.join()
+        self._send(task)
+        assert self._process.stdout is not None
+        size = self._process.stdout.read(8)
+        data = self._process.stdout.read(int.from_bytes(size, "little"))
+        if len(size) < 8 or len(data) < int.from_bytes(size, "little"):
+            raise EOFError
+        return pickle.loads(data) if data else _UNKNOWN
+
+    def end(self) -> None:
+        """Stop it."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                if stream is not None:
+                    stream.close()
+
+    def _tell(self, first: bytes) -> None:
+        with suppress(OSError, ValueError):
+            self._send(first)
+
+    def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(data).to_bytes(8, "little") + data)
+        self._process.stdin.flush()

@@ -1,0 +1,252 @@
+"""One pipeline that is planned: a degree, a schedule and its microbatches, and the plans that a sharding gives it.
+
+A case can be cut to its first microbatches (`of_few_microbatches`), as many as fill the pipeline: plans of it hold what
+those of all microbatches do, and are compared in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.execution.schedule import Schedule
+from paraplan.ir.machine.rank_groups import group_of_class, holdings
+from paraplan.planner.assemble import Job, assemble
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.evaluate_plan import Realised, realised
+from paraplan.planner.passes.grad_reductions import ROOM, WORTH, waiting_less
+from paraplan.planner.pipeline.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.first_devices import first_devices
+from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
+from paraplan.planner.pipeline.pipeline import pipelined
+from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain
+from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
+from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.recompute.presets import preset_activations
+from paraplan.planner.schedules.complete import complete
+from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.order_times import OrderTimes
+from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of, stages_of
+from paraplan.rules.time_axis import program_micro
+
+FILLED, FILLED_BY_MANY, SAVED = 2, 3, 1.5
+"""Microbatches a position with which plans are tried where there are this many times more: in the second half of two
+every stage has gradients while as many microbatches are in flight as ever, unless positions have several stages."""
+CUTS = 4
+"""Cuts by memory simulated before giving up."""
+ONCE = 0.02
+"""Of what a rank computes in a step, what is not for its microbatches at most."""
+
+
+@dataclass(frozen=True)
+class PipelineCase:
+    """A degree and a schedule.
+
+    Attributes:
+        job, constraints: what is planned, and what is pinned.
+        part: the job on one position's devices.
+        inner: what is pinned of a position's sharding.
+        positions, num_stages, budget: sizes.
+        orders, schedule: of the pipeline, one rank per position.
+        num_run: microbatches that the schedule runs.
+    """
+
+    job: Job
+    constraints: Constraints
+    part: Job
+    inner: Constraints
+    positions: int
+    num_stages: int
+    budget: int
+    orders: Orders
+    schedule: Schedule
+    num_run: int
+
+    def fits(self, made: Realised) -> bool:
+        """Whether no rank, and no tier, holds more than it may."""
+        return made.peak_bytes <= self.budget and not made.over_bytes
+
+    def least_s(self, made: Realised) -> float:
+        """What all microbatches take at least, where the first take this: the busiest rank computes every one."""
+        busiest_s = max(trace.compute_s for trace in made.simulation.traces)
+        more = (self.inner.microbatches or 1) / self.num_run - 1
+        return made.simulation.step_s + more * (1 - ONCE) * busiest_s
+
+    def begun(self, sharding: Sharding, taken: Sequence[int]) -> Realised:
+        """A plan with a sharding whose segments recompute what they are thought to have to: per segment the number of
+        an option; () for nothing."""
+        segments = self.job.program.segments
+        fates = tuple(sharding.options[segments[i].kind][each].activations for i, each in enumerate(taken))
+        return self._priced(sharding, self._bounds(sharding), fates)
+
+    @property
+    def is_cut_by_time(self) -> bool:
+        """Whether stages are not cut by what they hold."""
+        return self.constraints.stages is not None or self.num_stages > self.positions or self.schedule.num_replicas > 1
+
+    def _bounds(self, sharding: Sharding) -> Bounds:
+        bounds = self.constraints.stages or cut_balanced(
+            sharding.prices.seconds, stages_of(self.orders), self.tail, self.inner.microbatches or 1
+        )
+        if bounds is None:
+            raise ConstraintError(
+                f"{self.num_stages} stages: the last one holds all segments from {self.tail} on, which run once on the "
+                "whole batch, so that too few are left for the others; use fewer stages"
+            )
+        return bounds
+
+    def plans(self, sharding: Sharding, begun: Realised | None = None, taken: Sequence[int] = ()) -> list[Realised]:
+        """Plans with a sharding: the one that recomputes nothing (or what is pinned), and others if it does not
+        fit.
+
+        Args:
+            sharding: of a position's devices.
+            begun, taken: the first of them where it was made, and what it recomputes (see `begun`).
+        """
+        pinned = self.constraints.recompute
+        activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
+        bounds = self._bounds(sharding)
+        found = [begun or self._priced(sharding, bounds, activations)]
+        if self.fits(found[0]) or activations:
+            return found
+        if not self.is_cut_by_time:
+            found += self._cut_by_memory(sharding, bounds, found[0])
+        return found + self._with_waiting(sharding, bounds, found[0], taken) if pinned is None else found
+
+    def _with_waiting(self, sharding: Sharding, bounds: Bounds, kept: Realised, taken: Sequence[int]) -> list[Realised]:
+        """As little recomputed as fits; and so where gradients are reduced after more microbatches, if faster."""
+        found = [self._recomputing(sharding, bounds, kept, taken)]
+        waiting = list(map(realised, waiting_less(kept)))
+        if waiting and taken_s(less := min(waiting, key=taken_s)) < (1 - WORTH) * taken_s(kept):
+            found.append(self._recomputing(sharding, bounds, less, taken))
+        return found
+
+    def _recomputing(self, sharding: Sharding, bounds: Bounds, kept: Realised, taken: Sequence[int]) -> Realised:
+        """As little recomputed as fits, gradients being reduced as in a plan that keeps everything."""
+        return recomputing(
+            kept,
+            lambda fates: self._priced(sharding, bounds, fates, kept.plan.reduce_every),
+            sharding.options,
+            self.budget,
+            taken,
+        )
+
+    @cached_property
+    def tail(self) -> int:
+        """The first segment that runs once on the whole batch."""
+        return program_micro(self.job.program, self.inner.microbatches or 1).tail
+
+    def _holds_tail(self, stage: int, first: int, stop: int) -> bool:
+        """Whether a stage holds all of the tail or nothing."""
+        return stop <= self.tail or stage == self.num_stages - 1
+
+    def less_kept(self, sharding: Sharding, made: Realised) -> float:
+        """What the whole model may keep for the fullest stage of a plan to fit, all else being equal."""
+        plan = made.plan
+        memory = chain_memory(sharding.whole, [0] * len(self.job.program.kinds))
+        held, shares = holdings(plan), []
+        for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
+            stages = held[group_of_class(plan, held, actions)].stages
+            kept = sum(memory.kept_bytes(plan.stages[s].first, plan.stages[s].stop) for s in stages)
+            shares.append(1 - (peak - self.budget) / max(kept, 1))
+        return memory.kept_bytes(0, len(self.job.program.segments)) * max(min(shares), 0.05)
+
+    def _cut_by_memory(self, sharding: Sharding, bounds: Bounds, made: Realised) -> list[Realised]:
+        """The plan whose stages are cut by time among those that fit, where there is one.
+
+        What ops need for a moment is what the simulation found above what the stages hold.
+        """
+        memory = chain_memory(sharding.whole, [options[0].saved_bytes for options in sharding.options])
+        flying = [int(in_flight(self.schedule, (stage,))) for stage in range(self.num_stages)]
+        needed = [-float("inf")] * self.num_stages
+        for _ in range(CUTS):
+            for stage, peak in enumerate(_stage_peaks(made)):
+                needed[stage] = max(needed[stage], peak - memory.stage_bytes(*bounds[stage], flying[stage]))
+
+            def fits(stage: int, first: int, stop: int) -> bool:
+                held = memory.stage_bytes(first, stop, flying[stage]) + needed[stage]
+                return held <= self.budget and self._holds_tail(stage, first, stop)
+
+            cut = cut_chain(sharding.prices.seconds, self.num_stages, fits)
+            if cut is None:
+                return []
+            bounds, made = cut, self._priced(sharding, cut)
+            if self.fits(made):
+                return [made]
+        return []
+
+    def _priced(self, sharding: Sharding, bounds: Bounds, activations: Activations = (), every: int = 1) -> Realised:
+        whole = assemble(self.part, replace(sharding.decisions, activations=activations))
+        whole = msgspec.structs.replace(whole, reduce_every=every, reducing_bytes=self.budget // ROOM)
+        return realised(pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders)))
+
+
+def case_of(job: Job, constraints: Constraints) -> PipelineCase:
+    assert isinstance(constraints.pp, int)
+    positions, name = constraints.pp, constraints.schedule or usual_schedule(job.program, constraints)
+    num_stages = count_stages(constraints, positions, name, len(job.program.segments))
+    micros, orders = first_microbatches(job.program, constraints, name, positions, num_stages // positions)
+    schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
+    check_turns(job.program, micros, name, schedule, num_stages)
+    inner = msgspec.structs.replace(
+        constraints,
+        pp=None,
+        schedule=None,
+        stages=None,
+        microbatches=micros,
+        memory_bytes=None,
+        reserve_bytes=0,
+        recompute="none",
+    )
+    return PipelineCase(
+        job=job,
+        constraints=constraints,
+        part=replace(job, cluster=first_devices(job.cluster, positions)),
+        inner=inner,
+        positions=positions,
+        num_stages=num_stages,
+        budget=device_budget(job.cluster, constraints),
+        orders=orders,
+        schedule=schedule,
+        num_run=micros,
+    )
+
+
+def of_few_microbatches(case: PipelineCase) -> PipelineCase | None:
+    """The case in which only the first microbatches run, as many as fill the pipeline: its peaks are those of all, and
+    what is faster with them is with more. None where that saves little, or more microbatches hold more."""
+    positions, program, name = case.positions, case.job.program, case.schedule.name
+    micros = case.inner.microbatches or 1
+    few = positions * (FILLED if case.num_stages == positions else FILLED_BY_MANY)
+    if positions == 1 or micros <= SAVED * few or program.buffer_updates or case.tail < len(program.segments):
+        return None
+    if case.constraints.delayed_update is not None:
+        return None
+    try:
+        orders = named_orders(name, positions, few, case.num_stages // positions)
+    except ConstraintError:
+        return None
+    alike = (StageCosts(),) * case.num_stages
+    if len({OrderTimes(each, case.num_stages).peak_bytes(alike) for each in (orders, case.orders)}) > 1:
+        return None
+    schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
+    return replace(case, orders=orders, schedule=schedule, num_run=few)
+
+
+def taken_s(made: Realised) -> float:
+    """The step."""
+    return made.simulation.step_s
+
+
+def _stage_peaks(made: Realised) -> list[int]:
+    """Per stage of a plan whose positions hold one each, the peak of its ranks."""
+    plan = made.plan
+    held, found = holdings(plan), [0] * len(plan.stages)
+    for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
+        (stage,) = held[group_of_class(plan, held, actions)].stages
+        found[stage] = max(found[stage], peak)
+    return found

@@ -1,0 +1,69 @@
+"""Tasks over processes give what a loop gives, whatever becomes of the processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.process.workers import Workers
+from tests.ir.process.worker_tasks import added, base, ends_elsewhere, refused, slow
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Workers]:
+    workers = Workers(count, base, 100)
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_answers_are_those_of_a_loop(count: int) -> None:
+    with _workers(count) as workers:
+        for _ in range(2):
+            assert workers.map(added, [(n,) for n in range(9)], base(100)) == [100 + n for n in range(9)]
+        assert workers.map(added, [], base(100)) == [] and workers.lost == 0
+
+
+def test_work_is_shared() -> None:
+    with _workers(1) as workers:
+        workers.map(added, [(0,)], base(100))
+        found = workers.map(slow, [(n,) for n in range(60)], base(100))
+    assert [number for number, _ in found] == [100 + n for n in range(60)]
+    assert len({pid for _, pid in found}) == 2
+
+
+def test_what_a_dead_process_had_is_done_here() -> None:
+    with _workers(2) as workers:
+        here = os.getpid()
+        assert workers.map(ends_elsewhere, [(here,)] * 12, base(100)) == [here] * 12
+        assert workers.lost == 2
+        assert workers.map(added, [(1,)], base(100)) == [101]
+
+
+def test_a_task_that_fails_fails_here() -> None:
+    with _workers(1) as workers, pytest.raises(ConstraintError, match="not 7"):
+        workers.map(refused, [(7,)], base(100))
+
+
+def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from paraplan.ir.process.workers import Workers\n"
+        "from tests.ir.process.worker_tasks import added, base\n"
+        "print('once', flush=True)\n"
+        "workers = Workers(2, base, 1)\n"
+        "print(workers.map(added, [(n,) for n in range(5)], base(1)))\n"
+        "workers.close()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=120)
+    assert run.stdout == "once\n[1, 2, 3, 4, 5]\n" and run.stderr == ""

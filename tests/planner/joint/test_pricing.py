@@ -1,0 +1,103 @@
+"""What is priced of a space, and what is left unpriced since it comes nowhere near."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.process.workers import Workers
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.joint.pricing import NEAR, Pricing, pricing_beside
+from paraplan.planner.schedules.named import NAMED, named_orders
+from tests.captures import zoo_job
+
+FREE = Constraints(recompute="none", reserve_bytes=0)
+
+
+def _pricing(job: Job, pins: Constraints = FREE) -> Pricing:
+    return Pricing(job, pins, device_budget(job.cluster, pins), lambda _: None, Deadline(600.0))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_schedule_says_which_counts_it_takes(name: str) -> None:
+    for p in range(1, 7):
+        for m in range(1, 9):
+            try:
+                named_orders(name, p, m)
+                taken = True
+            except ConstraintError:
+                taken = False
+            assert NAMED[name].counts(p, m) == taken, (p, m)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_is_left_unpriced_comes_nowhere_near_the_best(name: str) -> None:
+    job = zoo_job(name, 4)
+    listed = combinations(job, FREE)
+    some, every = _pricing(job), _pricing(job)
+    some.price_all(listed)
+    for combination in listed:
+        if every.kind(combination) not in every.prices:
+            alike = [each for each in listed if every.kind(each) == every.kind(combination)]
+            every.prices[every.kind(combination)] = every.priced(combination, alike)
+    least = [_least_s(each, listed) for each in (some, every)]
+    assert math.isfinite(least[0]) and least[0] <= (1 + NEAR) * least[1]
+    assert len(some.prices) <= len(every.prices)
+
+
+def _least_s(pricing: Pricing, listed: list[Combination]) -> float:
+    return min(
+        pricing.form.quick_s(each, prices.totals, pricing.mesh_shape(each, prices.shape))
+        for each in listed
+        for prices in pricing.of(each)
+    )
+
+
+def test_nothing_more_is_priced_beside_a_plan_that_is_far_faster() -> None:
+    job = zoo_job("gpt2", 4)
+    listed = combinations(job, FREE)
+    pricing = _pricing(job)
+    pricing.price_all(listed, best_s=1e-12)
+    firsts = {pricing.way_of(each)[0] for each in listed}
+    assert len(pricing.prices) == len(firsts) and all(len(found) == 1 for found in pricing.prices.values())
+
+
+def test_totals_of_more_samples_and_of_no_weight() -> None:
+    job = zoo_job("gpt2", 4)
+    pins = msgspec.structs.replace(FREE, mesh=(2,), pp=None)
+    listed = combinations(job, pins)
+    pricing = _pricing(job, pins)
+    for combination in listed:
+        (prices, *_) = pricing.priced(combination, [combination])
+        totals, shape = prices.totals, pricing.mesh_shape(combination, prices.shape)
+        quick_s = pricing.form.quick_s(combination, totals, shape)
+        assert pricing.form.quick_s(combination, totals.weightless(), shape) <= quick_s
+        assert pricing.form.quick_s(combination, totals.of_more(1.0, 0.0), shape) == quick_s
+        assert pricing.form.quick_s(combination, totals.of_more(2.0, 0.0), shape) > quick_s
+
+
+def test_prices_of_other_processes_are_those_of_this_one() -> None:
+    job = zoo_job("gpt2", 4)
+    listed, deadline = combinations(job, FREE), Deadline(600.0)
+    alone = _pricing(job)
+    alone.price_all(listed)
+    workers = Workers(1, pricing_beside, job, FREE, alone.budget, deadline)
+    try:
+        beside = Pricing(job, FREE, alone.budget, lambda _: None, deadline, workers)
+        beside.price_all(listed)
+    finally:
+        workers.close()
+    assert _numbers(beside) == _numbers(alone) and not beside.faults
+
+
+def _numbers(pricing: Pricing) -> dict[object, list[object]]:
+    return {
+        kind: [(each.sharding.decisions, each.sharding.options, each.numbers) for each in found]
+        for kind, found in pricing.prices.items()
+    }

@@ -1,0 +1,72 @@
+"""A pipeline planned from what is known of it: the same, or better, or left for being slower."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import msgspec
+
+from paraplan.ir.plan import Plan
+from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.pipeline.pipeline_case import case_of, of_few_microbatches
+from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from, search_pipeline
+from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.sharding.solve import SolveLimits, choose
+from tests.captures import zoo_job
+
+PINS = Constraints(pp=2, mesh=(2,), microbatches=8, schedule="interleaved")
+LIMITS = SolveLimits(time_s=60.0, memory_bytes=1 << 60, certify=False)
+
+
+def _choose(job: Job, constraints: Constraints, kept: float | None, known: object) -> Decisions:
+    mesh = candidate_meshes(job, constraints)[0]
+    return choose(job, mesh, constraints.microbatches or 1, constraints, LIMITS, kept)
+
+
+def _step_s(plan: Plan | Slower) -> float:
+    assert isinstance(plan, Plan) and plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def test_a_slower_pipeline_is_left_and_a_faster_one_is_not() -> None:
+    job, shardings = zoo_job("gpt2", 4), Shardings(_choose)
+    whole_s = _step_s(search_pipeline(job, PINS, shardings))
+    case = case_of(job, PINS)
+    first = shardings.get(case.part, case.inner)
+    started = partial(search_from, job, PINS, shardings)
+    assert _step_s(started(Start(first))) == whole_s
+    assert _step_s(started(Start(first, within_s=1.001 * whole_s))) == whole_s
+    left = started(Start(first, within_s=0.5 * whole_s))
+    assert isinstance(left, Slower) and 0.5 * whole_s < left.step_s <= whole_s
+
+
+def test_first_microbatches_say_what_all_take_at_least() -> None:
+    job, shardings = zoo_job("gpt2", 4), Shardings(_choose)
+    pins = msgspec.structs.replace(PINS, schedule="1f1b")
+    case = case_of(job, pins)
+    few = of_few_microbatches(case)
+    assert few is not None and few.num_run < case.num_run
+    sharding = shardings.get(case.part, case.inner)
+    whole = case.begun(sharding, ())
+    assert 0.8 * whole.simulation.step_s < few.least_s(few.begun(sharding, ())) <= whole.simulation.step_s
+    assert case.least_s(whole) == whole.simulation.step_s
+
+
+def test_recomputation_begun_with_is_kept_or_goes_on_until_it_fits() -> None:
+    job, shardings = zoo_job("gpt2", 4), Shardings(_choose)
+    roomy = search_pipeline(job, PINS, shardings)
+    assert roomy.prediction is not None
+    budget = int(0.9 * max(roomy.prediction.peak_bytes))
+    pins = msgspec.structs.replace(PINS, memory_bytes=budget, reserve_bytes=0)
+    case = case_of(job, pins)
+    first = shardings.get(case.part, case.inner)
+    most = tuple(len(first.options[segment.kind]) - 1 for segment in job.program.segments)
+    plain = search_from(job, pins, shardings, Start(first))
+    for taken in (most, tuple(min(1, each) for each in most)):
+        found = search_from(job, pins, shardings, Start(first, taken, math.inf))
+        assert isinstance(found, Plan) and found.prediction is not None
+        assert max(found.prediction.peak_bytes) <= budget
+        assert _step_s(found) <= 1.5 * _step_s(plain)
