@@ -57,7 +57,7 @@ LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many actions as it has."""
 ESTIMATED = 40
 """Combinations whose orders are simulated: the best by a closed form."""
-FEWEST = 8
+FEWEST = 20
 """Combinations whose orders are simulated in any case."""
 ESTIMATED_SHARE = 0.55
 """Of the time limit, after which nothing else is estimated."""
