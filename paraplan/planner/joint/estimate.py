@@ -24,7 +24,6 @@ from paraplan.planner.pipeline.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.recompute.stage_recompute import choose
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import Ended, OrderTimes, named_times
 from paraplan.planner.schedules.schedule_problem import StageCosts
@@ -41,7 +40,7 @@ class Estimate:
         over_bytes: by how much the fullest position is over the budget with all recomputed; 0 where it fits.
         bounds: of its stages.
         prices: those of its sharding.
-        allowed: of positions that recompute, their segments, and what a microbatch may save in them.
+        taken: per segment, the number of the option to recompute that it takes; () where nothing is.
     """
 
     combination: Combination
@@ -49,22 +48,12 @@ class Estimate:
     over_bytes: int
     bounds: Bounds
     prices: StagePrices
-    allowed: tuple[tuple[tuple[int, ...], float], ...] = ()
+    taken: tuple[int, ...] = ()
 
     @property
     def rank(self) -> tuple[float, int]:
         """By which the most promising come first: those that fit by their step, the others by what they are over."""
         return self.step_s, self.over_bytes
-
-    def taken(self) -> tuple[int, ...]:
-        """Per segment, the number of the option to recompute with which least is made again; () where nothing is."""
-        program, options = self.prices.sharding.job.program, self.prices.sharding.options
-        found = [0] * len(program.segments)
-        for segments, allowed in self.allowed:
-            part = msgspec.structs.replace(program, segments=tuple(program.segments[i] for i in segments))
-            for i, option in zip(segments, choose(part, options, allowed) or (0,) * len(segments), strict=True):
-                found[i] = option
-        return tuple(found) if any(found) else ()
 
 
 class Pricer(ClosedForm):
@@ -87,7 +76,7 @@ class Pricer(ClosedForm):
         stages = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
         found = orders.ended(stages)
         room = [self.room(prices.workspace_bytes, pp)] * pp
-        stages, over, allowed = _recomputed(prices, bounds, stages, orders.held, found.peak_bytes, room)
+        stages, over, taken = _recomputed(prices, bounds, stages, orders.held, found.peak_bytes, room)
         if over:
             return Estimate(combination, math.inf, over, bounds, prices)
         if over is not None:
@@ -97,7 +86,7 @@ class Pricer(ClosedForm):
             size = math.prod(mesh_shape)
             grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in orders.held)
             ended_s += self.message_s(max(grads), size)
-        return Estimate(combination, ended_s, 0, bounds, prices, allowed)
+        return Estimate(combination, ended_s, 0, bounds, prices, taken)
 
     def _ended_s(
         self,
@@ -164,15 +153,15 @@ def _recomputed(
     held: Sequence[Sequence[int]],
     peaks: Sequence[int],
     room: Sequence[int],
-) -> tuple[tuple[StageCosts, ...], int | None, tuple[tuple[tuple[int, ...], float], ...]]:
+) -> tuple[tuple[StageCosts, ...], int | None, tuple[int, ...]]:
     """Stages with as much recomputed as fits.
 
     Returns:
-        the stages; None where nothing had to be, 0 where that fits, else the bytes that are missing; what may be saved
-        (`Estimate.allowed`).
+        the stages; None where nothing had to be, 0 where that fits, else the bytes that are missing; what each segment
+        takes, () where nothing had to be.
     """
     found, missing, any_over = list(stages), 0, False
-    allowed: list[tuple[tuple[int, ...], float]] = []
+    taken = [0] * len(prices.options)
     for position, mine in enumerate(held):
         if peaks[position] <= room[position]:
             continue
@@ -187,7 +176,8 @@ def _recomputed(
             least = sum(prices.options[i][-1].saved_bytes for i in segments)
             missing = max(missing, fixed + math.ceil(flying * least / max(whole, 1)) - room[position])
             continue
-        allowed.append((tuple(segments), share * whole))
+        for i in segments:
+            taken[i] = fates[i]
         for stage in mine:
             chosen = [prices.options[i][fates[i]] for i in range(*bounds[stage])]
             extra, saved = sum(each.extra_s for each in chosen), sum(each.saved_bytes for each in chosen)
@@ -195,7 +185,7 @@ def _recomputed(
             found[stage] = msgspec.structs.replace(
                 was, backward_s=was.backward_s + extra, input_grad_s=was.input_grad_s + extra, activation_bytes=saved
             )
-    return tuple(found), (missing if any_over else None), tuple(allowed)
+    return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
 
 
 def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict[int, int] | None:

@@ -48,7 +48,7 @@ MESHES = 6
 """Of one stage, up to which each is solved."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
-SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.015, 0.05, 0.1
+SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.01, 0.05, 0.1
 """What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
 one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
 a second."""
@@ -58,7 +58,7 @@ LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many actions as it has."""
 ESTIMATED = 40
 """Combinations whose orders are simulated: the best by a closed form."""
-FEWEST = 8
+FEWEST = 20
 """Combinations whose orders are simulated in any case."""
 ESTIMATED_SHARE = 0.55
 """Of the time limit, after which nothing else is estimated."""
@@ -280,7 +280,7 @@ class JointSearch:
             within_s = (
                 self.best_s if estimate.combination.pp > 1 else math.inf
             )  # what is planned in a second is planned
-            start = Start(self._sharding(estimate), estimate.taken(), within_s)
+            start = Start(self._sharding(estimate), estimate.taken, within_s)
             return search_from(self.job, pinned, self.shardings, start)
 
         found_s = self._try(estimate.combination.text, pinned, make, f" ({said})", step_s)

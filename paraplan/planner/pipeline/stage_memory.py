@@ -26,6 +26,8 @@ ROUNDS = 8
 """Pipelines simulated before giving up."""
 MARGIN = 0.004
 """Of the budget, what is saved beyond what a pipeline is over, for every one before that was over."""
+LOOSE = 0.01
+"""Of the budget, what is left free of a position that recomputed more than it had to from the begin."""
 
 Activations = tuple[dict[str, str], ...]
 Make = Callable[[Activations], Realised]
@@ -47,7 +49,8 @@ def recomputing(
         make: simulates the same pipeline with other activations, per segment.
         options: per kind, what an instance may do, most bytes saved first.
         budget_bytes: of a device.
-        begun: per segment, the option it takes already; () for the first of each.
+        begun: per segment, the option it takes already; () for the first of each. Where some position is over then,
+            those that have room take less.
     """
     program, stages = kept.plan.program, kept.plan.stages
     segments = {cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept.plan)}
@@ -59,10 +62,11 @@ def recomputing(
             return made
         before = dict(taken)
         for cell, excess in over.items():
-            if excess > 0:
-                here = segments[cell]
+            here = segments[cell]
+            loosened = begun and not round_ and excess < -LOOSE * budget_bytes and any(taken[i] for i in here)
+            if excess > 0 or loosened:
                 saved = sum(options[program.segments[i].kind][taken[i]].saved_bytes for i in here)
-                excess += round_ * MARGIN * budget_bytes
+                excess += (LOOSE if loosened else round_ * MARGIN) * budget_bytes
                 allowed = saved - excess / in_flight(made.plan.schedule, cell)
                 part = msgspec.structs.replace(program, segments=tuple(program.segments[i] for i in here))
                 chosen = choose(part, options, allowed)
