@@ -29,6 +29,10 @@ from paraplan.planner.schedules.order_times import Ended, OrderTimes, named_time
 from paraplan.planner.schedules.schedule_problem import StageCosts
 from paraplan.rules.time_axis import program_micro
 
+DEFERRED = 0.02
+"""Of the budget, by how much a position may be over once recomputing does no more: what waits for the second half of a
+backward waits all the same."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -81,6 +85,9 @@ class Pricer(ClosedForm):
             return Estimate(combination, math.inf, over, bounds, prices)
         if over is not None:
             found = orders.ended(stages)
+            left = max(peak - each for peak, each in zip(found.peak_bytes, room, strict=True))
+            if NAMED[schedule].splits and left > DEFERRED * self.budget:
+                return Estimate(combination, math.inf, left, bounds, prices)
         ended_s = self._ended_s(prices, bounds, stages, orders, found)
         if NAMED[schedule].num_replicas > 1:
             size = math.prod(mesh_shape)
@@ -112,6 +119,12 @@ class Pricer(ClosedForm):
             ended_s = max(ended_s, link_s + prices.update_s * sum(share[stage] for stage in mine))
         return ended_s + prices.gather_s * share[0]
 
+    @staticmethod
+    def _deferred(prices: StagePrices, bound: tuple[int, int]) -> int:
+        """What a stage keeps of a microbatch between the halves of its backward."""
+        sharding = prices.sharding
+        return sum(sharding.deferred[segment.kind] for segment in sharding.job.program.segments[slice(*bound)])
+
     def _stage(
         self,
         prices: StagePrices,
@@ -132,7 +145,7 @@ class Pricer(ClosedForm):
             send_forward_s=send_s,
             send_backward_s=send_s,
             activation_bytes=sum(memory.saved_bytes[first:stop]),
-            weight_grad_bytes=sum(memory.saved_bytes[first:stop]) // 2,
+            weight_grad_bytes=self._deferred(prices, bound) if NAMED[combination.schedule].splits else 0,
             fixed_bytes=memory.kept_bytes(first, stop),
         )
 

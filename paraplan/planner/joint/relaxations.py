@@ -21,12 +21,13 @@ from functools import cached_property
 import numpy as np
 
 from paraplan.ir.model.graph import Phase
-from paraplan.ir.model.program import SegmentKind, master_dtype, trained_params
+from paraplan.ir.model.program import master_dtype, trained_params
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.recompute.kind_options import RematOption, kind_options
 from paraplan.planner.recompute.presets import preset_fates
+from paraplan.planner.recompute.split_backward import handed_on
 from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows
 from paraplan.planner.sharding.network.cost_network import Floats, Network
 from paraplan.planner.sharding.proof.exposed import INSIDE, proof_network
@@ -142,7 +143,7 @@ def segments_s(job: Job, space: Space, count: int) -> tuple[tuple[float, ...], .
     kinds = [segment.kind for segment in job.program.segments]
     found: dict[tuple[int, int], float] = {}
     for index, kind in enumerate(job.program.kinds):
-        handed = _handed_on(kind)
+        handed = handed_on(kind)
         for at, op in enumerate(kind.graph.ops):
             least_s = _least_s(space, index, at) / (kinds.count(index) * count)
             is_forward = op.phase is Phase.FORWARD
@@ -154,16 +155,6 @@ def segments_s(job: Job, space: Space, count: int) -> tuple[tuple[float, ...], .
 def _least_s(space: Space, kind: int, at: int) -> float:
     """What an op of a kind computes at least in a step, in all instances."""
     return min(price[0] for price in space.deciders[space.op_decider[kind, at]].prices)
-
-
-def _handed_on(kind: SegmentKind) -> frozenset[int]:
-    """The backward's ops that gradients of inputs depend on."""
-    wanted, found = {name for name in kind.input_grads if name is not None}, set()
-    for at, op in reversed(list(enumerate(kind.graph.ops))):
-        if op.phase is Phase.BACKWARD and not wanted.isdisjoint(filter(None, op.outs)):
-            found.add(at)
-            wanted.update(op.tensors)
-    return frozenset(found)
 
 
 def kept_bytes(job: Job, accumulates: bool) -> float:

@@ -52,6 +52,8 @@ SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.01, 0.05, 0.1
 """What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
 one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
 a second."""
+UNFIT = 1.1
+"""How much longer than estimated a schedule's pipelines are taken to be for one that was to fit and does not."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 LATE = "others not in time"
@@ -172,7 +174,7 @@ class JointSearch:
         An estimate is taken to be off by as much as the last one of its schedule was (`_off`), a pipeline's of a
         schedule not planned yet by as much as the best of others: what is left out of it is left out of all.
         """
-        waiting, in_vain, longest, tried = list(estimates), 0, (0.0, 1), False
+        waiting, in_vain, longest = list(estimates), 0, (0.0, 1)
         most = max((each.combination.num_actions for each in estimates), default=1)
 
         def rank(estimate: Estimate) -> float:
@@ -187,11 +189,12 @@ class JointSearch:
             if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
             waiting.remove(first)
-            if (self.plans or tried) and self.deadline.passed_s + _expected_s(first, longest) > self.deadline.limit_s:
+            if (self.plans or in_vain >= MOST) and self.deadline.passed_s + _expected_s(
+                first, longest
+            ) > self.deadline.limit_s:
                 if LATE not in self.words:
                     self.words.append(LATE)
                 continue
-            tried = True
             before, began_s = self.best_s, self.deadline.passed_s
             self._plan(first)
             in_vain = 0 if self.best_s < before else in_vain + 1
@@ -280,12 +283,15 @@ class JointSearch:
             within_s = (
                 self.best_s if estimate.combination.pp > 1 else math.inf
             )  # what is planned in a second is planned
-            start = Start(self._sharding(estimate), estimate.taken, within_s)
+            start = Start(self._sharding(estimate), estimate.taken, within_s, is_only=step_s is not None)
             return search_from(self.job, pinned, self.shardings, start)
 
-        found_s = self._try(estimate.combination.text, pinned, make, f" ({said})", step_s)
-        if found_s is not None and step_s is not None:
-            self._off[estimate.combination.family] = found_s / step_s
+        found_s, family = (
+            self._try(estimate.combination.text, pinned, make, f" ({said})", step_s),
+            estimate.combination.family,
+        )
+        if step_s is not None:
+            self._off[family] = found_s / step_s if found_s is not None else UNFIT * self._off.get(family, 1.0)
 
     def _estimates(self, listed: Sequence[Combination]) -> list[Estimate]:
         """Of every combination, the most promising first."""

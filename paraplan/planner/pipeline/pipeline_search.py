@@ -57,11 +57,13 @@ class Start:
         sharding: the one that is tried first; None for that of least work.
         taken: per segment, the number of the option to recompute that it is thought to have to take; () for none.
         within_s: the step of a plan known: where this one's cannot be shorter, it is left.
+        is_only: whether no other sharding is tried where nothing fits with this one.
     """
 
     sharding: Sharding | None = None
     taken: tuple[int, ...] = ()
     within_s: float = math.inf
+    is_only: bool = False
 
 
 class Slower(NamedTuple):
@@ -124,7 +126,7 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
     for rung in case.constraints.placing.rungs(case.constraints.tiers)[:2]:
         if not fitting:
             here = replace(case, inner=case.inner.placed(rung))
-            tried += _with_shardings(here, shardings, start.sharding, None if tried else begun, taken)
+            tried += _with_shardings(here, shardings, start, None if tried else begun, taken)
             fitting = [made for made in tried if case.fits(made)]
     if not fitting:
         raise SolverLimitError(_overflow(tried, case.budget, case.positions))
@@ -158,7 +160,7 @@ def _priced_alone(plan: Plan) -> Plan:
 
 
 def _with_shardings(
-    case: PipelineCase, shardings: Shardings, first: Sharding | None, begun: Realised | None, taken: Sequence[int]
+    case: PipelineCase, shardings: Shardings, start: Start, begun: Realised | None, taken: Sequence[int]
 ) -> list[Realised]:
     """Plans with shardings that keep less and less, until one fits as it is; of a given sharding, until one fits.
 
@@ -166,7 +168,8 @@ def _with_shardings(
     """
     tried: list[Realised] = []
     kept_bytes: float | None = None
-    for _ in range(SHARDINGS):
+    first = start.sharding
+    for _ in range(1 if first is not None and start.is_only else SHARDINGS):
         try:
             known = first if kept_bytes is None else None
             sharding = known or shardings.get(case.part, case.inner, kept_bytes)

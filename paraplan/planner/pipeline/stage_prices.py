@@ -34,7 +34,7 @@ from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.stage_cuts import ChainMemory, chain_memory, cut_evenly
 from paraplan.planner.pipeline.stage_totals import Kept, Totals
 from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.recompute.stage_recompute import options_of
+from paraplan.planner.recompute.stage_recompute import deferred_of, options_of
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.schedule_problem import at
 from paraplan.rules.time_axis import program_micro
@@ -71,6 +71,11 @@ class Sharding:
     def options(self) -> tuple[tuple[RematOption, ...], ...]:
         """Per kind, what an instance may recompute."""
         return self.known or options_of(self.whole)
+
+    @cached_property
+    def deferred(self) -> tuple[int, ...]:
+        """Per kind, what an instance keeps of a microbatch between the halves of a backward in two."""
+        return deferred_of(self.whole)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ every instance; where in a phase copies fall is not seen, so the simulator decid
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.evaluate_plan import Realised, realise
 from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
 from paraplan.planner.recompute.presets import preset_fates
+from paraplan.planner.recompute.split_backward import deferred_bytes
 from paraplan.planner.sharding.instants import Instant
 from paraplan.planner.solvers.milp import MilpBuilder, solve
 
@@ -90,15 +92,7 @@ def options_of(
         for instr in forward.block.instrs:
             if instr.origin >= 0:
                 seconds[instr.origin] += costs.instr_s(forward.block, instr)
-        nbytes = {}
-        for op, strategy in zip(kind.graph.ops, forward.strategies, strict=True):
-            for out, layout in zip(op.outs, strategy.outputs, strict=True):
-                if op.phase is Phase.FORWARD and out is not None and layout is not None:
-                    spec = kind.graph.values[out]
-                    count = DTYPE_BYTES[spec.dtype]
-                    for size in local_shape(spec.shape, layout, extended):
-                        count *= size
-                    nbytes[out] = count
+        nbytes = _local_bytes(kind, forward, extended)
         choice = stage.choices[stage.segment_choice[first]]
         if choice.split is not None and choice.split.at_once:  # nothing is saved, nor made again
             found.append((RematOption((), 0, 0.0),))
@@ -114,6 +108,29 @@ def options_of(
         ]
         found.append(tuple(sorted((*here, *away), key=lambda o: (-o.saved_bytes, not o.tier, o.extra_s))))
     return tuple(found)
+
+
+def deferred_of(plan: Plan) -> tuple[int, ...]:
+    """Per kind, what a microbatch of an instance keeps between the halves of a backward in two."""
+    forwards, found = PlanBlocks(plan).routes[0].parts[0].forwards, []
+    extended = (plan.num_shares, *plan.stages[0].mesh.shape)
+    for index, kind in enumerate(plan.program.kinds):
+        forward = next(forwards[i] for i, segment in enumerate(plan.program.segments) if segment.kind == index)
+        found.append(deferred_bytes(kind, _local_bytes(kind, forward, extended, tuple(Phase))))
+    return tuple(found)
+
+
+def _local_bytes(
+    kind: SegmentKind, forward: LoweredForward, extended: tuple[int, ...], phases: Sequence[Phase] = (Phase.FORWARD,)
+) -> dict[str, int]:
+    """Of what ops of some phases make, under the plan's strategies."""
+    found = {}
+    for op, strategy in zip(kind.graph.ops, forward.strategies, strict=True):
+        for out, layout in zip(op.outs, strategy.outputs, strict=True):
+            if op.phase in phases and out is not None and layout is not None:
+                spec = kind.graph.values[out]
+                found[out] = DTYPE_BYTES[spec.dtype] * math.prod(local_shape(spec.shape, layout, extended))
+    return found
 
 
 def _handed(kind: SegmentKind, forward: LoweredForward, extended: tuple[int, ...]) -> tuple[str, ...]:
