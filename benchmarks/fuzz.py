@@ -48,7 +48,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.pipeline.stage_cuts import cut_evenly
+from paraplan.planner.pipeline.cuts.stage_cuts import cut_evenly
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import search

@@ -116,6 +116,30 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
     )
 
 
+def decided(plan: Plan, mesh: Mesh) -> Decisions:
+    """The decisions of a plan whose stages are sharded alike, without what it recomputes and splits.
+
+    Args:
+        plan: of one stage or of a pipeline that one was cut into.
+        mesh: of one position's devices, of the shape of its stages'.
+    """
+    program = plan.program
+    choices = {choice.kind: choice for stage in plan.stages for choice in stage.choices}
+    layouts = {name: layout for stage in plan.stages for name, layout in stage.params.items()}
+    classes = [layouts[cls.params[0]] for cls in param_classes(program)]
+    batch = {name: layout for stage in plan.stages for name, layout in stage.batch.items()}
+    kinds = range(len(program.kinds))
+    return Decisions(
+        mesh=mesh,
+        num_microbatches=plan.num_microbatches,
+        ops=tuple(choices[kind].ops for kind in kinds),
+        input_grads=tuple(choices[kind].input_grads for kind in kinds),
+        params=tuple(classes),
+        batch=batch,
+        bundle_bytes=plan.bundle_bytes,
+    )
+
+
 def _routing(program: Program, choices: tuple[KindChoice, ...]) -> tuple[str, ...]:
     """What is assumed of mixtures whose tokens go to the ranks of their experts."""
     pairs = (pair for c in choices for pair in zip(c.ops, program.kinds[c.kind].graph.ops, strict=True))

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import msgspec
 
 from paraplan.cost_models.predict import with_reserved
 from paraplan.ir.errors import NoPlanError, SolverLimitError
+from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Certificate, Plan, Prediction
 from paraplan.ir.plan_words import plan_words
 from paraplan.ir.sizes import say_size
@@ -37,6 +40,8 @@ from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.pipeline.planned_again import planned_again
+from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import BestPlan, Progress, find, prepared
 
@@ -185,8 +190,7 @@ class _Rounds:
                 break
             fewer = msgspec.structs.replace(in_the_family(pins, plan) if self.late else pins, memory_bytes=allowed)
             try:
-                share_s = max(self.deadline.share_s(0.5), EACH * self.deadline.limit_s)
-                found = find(self.job, fewer, share_s, self.progress, certify=False)
+                found = self._found(fewer, plan)
             except NoPlanError as fault:
                 low, self.why = allowed, fault
                 continue
@@ -195,6 +199,20 @@ class _Rounds:
             if needed_bytes(plan) <= self.budget:
                 return [self.tries[-1]]
         return []
+
+    def _found(self, fewer: Constraints, plan: Plan) -> BestPlan:
+        """A plan for fewer bytes: of a pipeline's own family in its own sharding, where that fits."""
+        began = time.perf_counter()
+        if len(plan.stages) > 1 and in_the_family(fewer, plan) == fewer:
+            with suppress(SolverLimitError):
+                again = planned_again(self.job, fewer, plan, Shardings(_unasked))
+                return BestPlan(again, time.perf_counter() - began, time.perf_counter() - began)
+        share_s = max(self.deadline.share_s(0.5), EACH * self.deadline.limit_s)
+        return find(self.job, fewer, share_s, self.progress, certify=False)
+
+
+def _unasked(job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None) -> NoReturn:
+    raise AssertionError(f"a sharding was asked for, and is known ({job}, {constraints}, {kept_bytes}, {mesh})")
 
 
 def _with_reserved(found: BestPlan) -> BestPlan:

@@ -192,7 +192,7 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     tight = job(int(0.85 * roomy_peak()))
     with pytest.raises(SolverLimitError, match=r"the time limit of 10 s ran out"):
         search_room(tight, Constraints(**PINS), time_limit_s=10.0)
-    assert given[:3] == [6.0, 2.0, 1.0] and len(given) <= 4
+    assert given[:3] == [6.0, 2.0, 2.0] and len(given) <= 4  # a fifth each at least, however late
     given.clear()
     found = search_room(job(1 << 40), Constraints(**PINS), time_limit_s=10.0)
     assert given == [6.0] and not any("ran out" in note for note in found.plan.notes)

@@ -20,8 +20,8 @@ import msgspec
 
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.pipeline.balanced_cuts import cut_balanced
-from paraplan.planner.pipeline.stage_cuts import Bounds, ChainMemory
+from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.schedules.named import NAMED

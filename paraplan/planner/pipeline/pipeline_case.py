@@ -19,11 +19,11 @@ from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.passes.grad_reductions import ROOM, WORTH, waiting_less
-from paraplan.planner.pipeline.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, chain_memory, cut_chain
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
 from paraplan.planner.pipeline.pipeline import pipelined
-from paraplan.planner.pipeline.stage_cuts import Bounds, chain_memory, cut_chain
 from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.recompute.presets import preset_activations

@@ -29,9 +29,9 @@ from paraplan.ir.machine.collectives import COLLECTIVES, Collective
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.pipeline.cuts.stage_cuts import ChainMemory, chain_memory, cut_evenly
 from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
-from paraplan.planner.pipeline.stage_cuts import ChainMemory, chain_memory, cut_evenly
 from paraplan.planner.pipeline.stage_totals import Kept, Totals
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import deferred_of, options_of

@@ -18,8 +18,8 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.joint.combinations import combinations
 from paraplan.planner.joint.sharding_front import front, with_price
+from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
-from paraplan.planner.pipeline.stage_cuts import chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.search import search
 from paraplan.planner.sharding.network.cost_network import Network, Row

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from paraplan.planner.pipeline.balanced_cuts import cut_balanced
-from paraplan.planner.pipeline.stage_cuts import Bounds, cut_evenly
+from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_evenly
 from paraplan.planner.schedules.named import named_orders
 from paraplan.planner.schedules.schedule_problem import stages_of
 

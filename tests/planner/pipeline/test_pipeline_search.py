@@ -19,9 +19,9 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain
 from paraplan.planner.pipeline.pipeline import rescheduled
 from paraplan.planner.pipeline.searched_schedule import stage_costs
-from paraplan.planner.pipeline.stage_cuts import chain_memory, cut_chain
 from paraplan.planner.pipeline.stage_memory import in_flight
 from paraplan.planner.recompute.stage_recompute import options_of
 from paraplan.planner.schedules.complete import complete, orders_of

@@ -27,7 +27,7 @@ from functools import cached_property
 from paraplan.baselines.planners.layer_profile import LayerProfile
 from paraplan.baselines.planners.searching.degrees import SAMPLES, counts, grids, pinned, replaced
 from paraplan.baselines.planners.task import Answer, Task
-from paraplan.planner.pipeline.stage_cuts import Bounds, cut_chain
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_chain
 
 HOPS = 4
 """Primitives one after another that a better configuration may take."""

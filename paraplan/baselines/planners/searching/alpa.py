@@ -22,8 +22,8 @@ from paraplan.baselines.planners.layer_profile import LayerProfile
 from paraplan.baselines.planners.searching.degrees import divisors, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.open_choices import usual_schedule
-from paraplan.planner.pipeline.stage_cuts import Bounds
 from paraplan.rules.time_axis import splittable
 
 PER_DEVICE = (1.0, 0.25, 4.0)

@@ -26,7 +26,7 @@ from paraplan.baselines.planners.layer_profile import LayerProfile, Links
 from paraplan.baselines.planners.searching.degrees import counts, divisors, pinned, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.pipeline.stage_cuts import Bounds
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 
 
 class Phase(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from paraplan.baselines.planners.layer_profile import LayerProfile
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_chain
 from paraplan.planner.pipeline.open_choices import usual_schedule
-from paraplan.planner.pipeline.stage_cuts import Bounds, cut_chain
 from paraplan.rules.time_axis import splittable
 
 SAMPLES = (1, 2, 4, 8, 16, 32)

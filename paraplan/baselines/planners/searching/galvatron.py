@@ -27,7 +27,7 @@ from paraplan.baselines.planners.layer_profile import LayerProfile, Links
 from paraplan.baselines.planners.searching.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.planner.partition.layer_strategies import choose_strategies
-from paraplan.planner.pipeline.stage_cuts import Bounds, cut_chain
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_chain
 
 SLOWDOWN = 1.3
 """Of computation and communication at once (Miao et al. 2022, section 3.4)."""

@@ -26,7 +26,7 @@ from functools import cached_property
 from paraplan.baselines.planners.layer_profile import LayerProfile
 from paraplan.baselines.planners.searching.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.task import Answer, Task
-from paraplan.planner.pipeline.stage_cuts import Bounds
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.solvers.milp import solve
 from paraplan.planner.solvers.milp_problem import MilpBuilder
 

@@ -24,8 +24,8 @@ from paraplan.baselines.planners.layer_profile import LayerProfile
 from paraplan.baselines.planners.searching.degrees import counts, grids, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_chain
 from paraplan.planner.pipeline.open_choices import usual_schedule
-from paraplan.planner.pipeline.stage_cuts import Bounds, cut_chain
 
 SEARCHED_SHARE = 0.5
 """Of the time limit, after which nothing else is priced."""

@@ -38,7 +38,7 @@ from paraplan.baselines.planners.searching.degrees import (
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.partition.replicated_stages import ReplicatedStages, States, partition_states
-from paraplan.planner.pipeline.stage_cuts import Bounds
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from paraplan.baselines.planners.searching.degrees import counts, grids, pinned,
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.planner.partition.hybrid_problem import HybridProblem, TensorDegree
 from paraplan.planner.partition.hybrid_stages import HybridPartition, partition_hybrid
-from paraplan.planner.pipeline.stage_cuts import Bounds
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 
 VARIANTS = ("none", "full")
 """What a layer may recompute."""

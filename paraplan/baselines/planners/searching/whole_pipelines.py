@@ -26,7 +26,7 @@ from paraplan.baselines.planners.searching.degrees import SAMPLES, counts, cut_b
 from paraplan.baselines.planners.task import Task
 from paraplan.ir.errors import ConstraintError
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.pipeline.stage_cuts import Bounds, cut_chain
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_chain
 from paraplan.planner.schedules.named import named_orders
 from paraplan.planner.schedules.order_times import ended
 from paraplan.planner.schedules.schedule_problem import StageCosts

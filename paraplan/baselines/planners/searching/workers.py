@@ -25,7 +25,7 @@ from paraplan.baselines.planners.layer_profile import LayerProfile
 from paraplan.baselines.planners.searching.degrees import counts, cut_below_messages, grids, pinned, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.pipeline.stage_cuts import Bounds, cut_chain
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_chain
 
 
 def hetpipe(task: Task) -> Iterator[Constraints]:

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paraplan.planner.pipeline.stage_cuts import Bounds, cut_evenly
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_evenly
 
 POWER = 24
 """Of loads whose sum falls: the fullest counts for most."""
