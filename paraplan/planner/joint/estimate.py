@@ -29,9 +29,9 @@ from paraplan.planner.schedules.order_times import Ended, OrderTimes, named_time
 from paraplan.planner.schedules.schedule_problem import StageCosts
 from paraplan.rules.time_axis import program_micro
 
-DEFERRED = 0.02
-"""Of the budget, by how much a position may be over once recomputing does no more: what waits for the second half of a
-backward waits all the same."""
+DEFERRED = 0.08
+"""Of the budget, by how much a position may be over once recomputing does no more, as what waits for the second half of
+a backward waits all the same; the step is taken to be longer by half as much."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,19 @@ class Pricer(ClosedForm):
         stages, over, taken = _recomputed(prices, bounds, stages, orders.held, found.peak_bytes, room)
         if over:
             return Estimate(combination, math.inf, over, bounds, prices)
+        short = 0.0
         if over is not None:
             found = orders.ended(stages)
             left = max(peak - each for peak, each in zip(found.peak_bytes, room, strict=True))
             if NAMED[schedule].splits and left > DEFERRED * self.budget:
                 return Estimate(combination, math.inf, left, bounds, prices)
+            short = max(left / self.budget, 0.0) / 2 if NAMED[schedule].splits else 0.0
         ended_s = self._ended_s(prices, bounds, stages, orders, found)
         if NAMED[schedule].num_replicas > 1:
             size = math.prod(mesh_shape)
             grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in orders.held)
             ended_s += self.message_s(max(grads), size)
-        return Estimate(combination, ended_s, 0, bounds, prices, taken)
+        return Estimate(combination, ended_s * (1 + short), 0, bounds, prices, taken)
 
     def _ended_s(
         self,
