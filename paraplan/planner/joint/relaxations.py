@@ -25,7 +25,7 @@ from paraplan.ir.model.program import master_dtype, trained_params
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.recompute.kind_options import RematOption, kind_options
+from paraplan.planner.recompute.kind_options import MOST_OPTIONS, RematOption, kind_options
 from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.recompute.split_backward import handed_on
 from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows
@@ -107,7 +107,8 @@ class Position:
     @cached_property
     def recomputing(self) -> tuple[tuple[RematOption, ...], ...]:
         """Per kind, the hull of what an instance may save and make again of a microbatch, with every op and value as
-        small as can be; nothing of the kind that makes the loss, whose backward may run at once."""
+        small as can be; nothing of the kind that makes the loss, whose backward may run at once, nor of one whose hull
+        was cut short, below which there may be more."""
         program, recompute = self.job.program, self.constraints.recompute
         pinned = None if recompute in (None, "none") else preset_fates(program, str(recompute))
         found: list[tuple[RematOption, ...]] = []
@@ -118,7 +119,8 @@ class Position:
             instances = sum(segment.kind == index for segment in program.segments) * self.count
             seconds = [_least_s(self.space, index, at) / instances for at in range(len(kind.graph.ops))]
             fates = None if pinned is None else pinned[index]
-            found.append(kind_options(kind, seconds, self._least_bytes(index), fates))
+            hull = kind_options(kind, seconds, self._least_bytes(index), fates)
+            found.append(hull if len(hull) < MOST_OPTIONS else ())
         return tuple(found)
 
     def _least_bytes(self, index: int) -> dict[str, int]:

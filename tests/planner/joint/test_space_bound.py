@@ -14,7 +14,9 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint import relaxations
 from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.joint.relaxations import Position
 from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.joint.space_bound import Least, SpaceBound
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -22,6 +24,7 @@ from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import ended
 from paraplan.planner.schedules.schedule_problem import StageCosts
 from paraplan.planner.search import search
+from paraplan.planner.sharding.solve import problem_of
 from tests.captures import zoo_job
 
 LONG = Deadline(600.0)
@@ -145,3 +148,16 @@ def test_a_schedule_splits_where_its_orders_do() -> None:
     for named in NAMED.values():
         actions = [action for order in named.make(2, 4, named.stages) for action in order]
         assert named.splits == any(action.kind is ActionKind.W for action in actions)
+
+
+def test_a_hull_that_was_cut_short_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, pins = zoo_job("llama", 2), Constraints(microbatches=1)
+    found = JointSearch(job, pins, Shardings(lambda *_: pytest.fail("no sharding is needed")), lambda _: None, LONG)
+    part, inner, mesh = found.pricing.position(Combination(1, (2,), 1, "1f1b", 1))
+    space = problem_of(part, mesh, 1, inner)
+    whole = Position(part, space, inner, 1, 10.0).recomputing
+    longest = max(map(len, whole))
+    assert longest > 1
+    monkeypatch.setattr(relaxations, "MOST_OPTIONS", longest)
+    short = Position(part, space, inner, 1, 10.0).recomputing
+    assert all(b == (() if len(a) == longest else a) for a, b in zip(whole, short, strict=True))
