@@ -61,7 +61,7 @@ class Combination:
 
     @property
     def family(self) -> str:
-        """What its estimate leaves out, others of a family leave out too."""
+        """Its schedule, or one stage."""
         return ONE_STAGE if self.pp == 1 else self.schedule
 
     @property

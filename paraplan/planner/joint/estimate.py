@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.planner.joint.closed_form import ClosedForm
-from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.stage_prices import StagePrices
@@ -58,6 +58,13 @@ class Estimate:
     def rank(self) -> tuple[float, int]:
         """By which the most promising come first: those that fit by their step, the others by what they are over."""
         return self.step_s, self.over_bytes
+
+    @property
+    def family(self) -> str:
+        """What it leaves out, others of a family leave out too: those of a schedule that recompute apart from those
+        that do not."""
+        family = self.combination.family
+        return family if family == ONE_STAGE or not self.taken else f"{family}, recomputing"
 
 
 class Pricer(ClosedForm):

@@ -56,6 +56,9 @@ UNFIT = 1.1
 """How much longer than estimated a schedule's pipelines are taken to be for one that was to fit and does not."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
+ALIKE = 1.05
+"""How much longer than estimated pipelines of a schedule not planned yet are thought to be at most, for those of others
+having been."""
 LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many actions as it has."""
 ESTIMATED = 40
@@ -172,7 +175,8 @@ class JointSearch:
         """Plan estimated combinations, the most promising first, until no other promises to be faster.
 
         An estimate is taken to be off by as much as the last one of its schedule was (`_off`), a pipeline's of a
-        schedule not planned yet by as much as the best of others: what is left out of it is left out of all.
+        schedule not planned yet by as much as the best of others, and not by more than `ALIKE`: what is left out of it
+        is left out of all.
         """
         waiting, in_vain, longest = list(estimates), 0, (0.0, 1)
         most = max((each.combination.num_actions for each in estimates), default=1)
@@ -184,7 +188,7 @@ class JointSearch:
             first = min(waiting, key=rank)
             if in_vain >= MOST and (self.plans or math.isinf(first.step_s)):
                 return
-            family = first.combination.family
+            family = first.family
             slack = ONE_STAGE_SLACK if family == ONE_STAGE else SLACK if family in self._off else FIRST_SLACK
             if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
@@ -213,8 +217,8 @@ class JointSearch:
 
     def _hoped_s(self, estimate: Estimate) -> float:
         known = [off for family, off in self._off.items() if family != ONE_STAGE]
-        family = estimate.combination.family
-        return estimate.step_s * self._off.get(family, 1.0 if family == ONE_STAGE else min(known, default=1.0))
+        usual = 1.0 if estimate.family == ONE_STAGE or not known else min(*known, ALIKE)
+        return estimate.step_s * self._off.get(estimate.family, usual)
 
     def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
@@ -286,10 +290,7 @@ class JointSearch:
             start = Start(self._sharding(estimate), estimate.taken, within_s, is_only=step_s is not None)
             return search_from(self.job, pinned, self.shardings, start)
 
-        found_s, family = (
-            self._try(estimate.combination.text, pinned, make, f" ({said})", step_s),
-            estimate.combination.family,
-        )
+        found_s, family = self._try(estimate.combination.text, pinned, make, f" ({said})", step_s), estimate.family
         if step_s is not None:
             self._off[family] = found_s / step_s if found_s is not None else UNFIT * self._off.get(family, 1.0)
 

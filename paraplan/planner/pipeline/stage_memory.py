@@ -6,6 +6,9 @@ budget, and divided by the microbatches in flight there that is what its segment
 program per position (`recompute.stage.choose`) says how; the pipeline is simulated again until all positions fit.
 Positions that hold the same stages (bidirectional schedules) decide as one, by the one that is over by most.
 
+Where that took less off the peak than it was to (backwards in two halves keep values between them, made again or not),
+the next round goes by what the last one took off.
+
 Limits: activations are recomputed, not offloaded; a heuristic as to which microbatches are in flight at the peak.
 """
 
@@ -26,6 +29,8 @@ ROUNDS = 8
 """Pipelines simulated before giving up."""
 MARGIN = 0.004
 """Of the budget, what is saved beyond what a pipeline is over, for every one before that was over."""
+LEAST_FLYING = 1 / 8
+"""Of the microbatches in flight, how few of them a byte less saved is thought to be worth at least."""
 LOOSE = 0.01
 """Of the budget, what is left free of a position that recomputed more than it had to from the begin."""
 
@@ -56,8 +61,14 @@ def recomputing(
     segments = {cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept.plan)}
     taken = dict(enumerate(begun or [0] * len(program.segments)))
     made = least = kept
+    flying = {cell: in_flight(kept.plan.schedule, cell) for cell in segments}
+    worth, lessened = dict(flying), dict[Cell, tuple[float, float]]()
     for round_ in range(ROUNDS):
         over = _over(made, budget_bytes)
+        for cell, (was_over, less_saved) in lessened.items():
+            took = (was_over - over[cell]) / less_saved
+            worth[cell] = min(max(took, LEAST_FLYING * flying[cell]), flying[cell])
+        lessened.clear()
         if max(over.values()) <= 0:
             return made
         before = dict(taken)
@@ -66,12 +77,14 @@ def recomputing(
             loosened = begun and not round_ and excess < -LOOSE * budget_bytes and any(taken[i] for i in here)
             if excess > 0 or loosened:
                 saved = sum(options[program.segments[i].kind][taken[i]].saved_bytes for i in here)
-                excess += (LOOSE if loosened else round_ * MARGIN) * budget_bytes
-                allowed = saved - excess / in_flight(made.plan.schedule, cell)
+                allowed = saved - (excess + (LOOSE if loosened else round_ * MARGIN) * budget_bytes) / worth[cell]
                 part = msgspec.structs.replace(program, segments=tuple(program.segments[i] for i in here))
                 chosen = choose(part, options, allowed)
                 leanest = [len(options[program.segments[i].kind]) - 1 for i in here]
                 taken |= dict(zip(here, leanest if chosen is None else chosen, strict=True))
+                less = saved - sum(options[program.segments[i].kind][taken[i]].saved_bytes for i in here)
+                if less > 0:
+                    lessened[cell] = excess, less
         if taken == before:
             break
         made = make(tuple(options[program.segments[i].kind][taken[i]].activations for i in sorted(taken)))
