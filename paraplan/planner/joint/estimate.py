@@ -1,26 +1,27 @@
 """What a combination comes to: its stages cut, priced and scheduled, without a plan being made.
 
-Stages are cut so that the fullest position has least to do (`balanced_cuts`). Orders of the schedule are simulated over
-stages' seconds and messages (`schedules.order_times`); what a position holds is its parameters' share, what its
-microbatches in flight save, and a call's workspace. Where that is over the budget, as much is recomputed in its stages
-as fits, by the kinds' own options at one price per byte, and the orders are simulated again. A stage's gradients are
-reduced from its last backward's end on (the first stage's beside it), one stage of a position after another, beside
-what it still computes; updates follow. Where two positions hold a stage, they exchange its gradients (an all-reduce of
-two ranks moves each byte once). Limits: an estimate, neither a bound nor a simulated plan; halves of a backward are
-taken to be equal; links are thought to be shared by nothing else.
+Stages are cut so that the fullest position has least to do, what it makes again included (`balanced_cuts`). Orders
+of the schedule are simulated over stages' seconds and messages (`schedules.order_times`); what a position holds is its
+parameters' share, what its microbatches save until their backward and keep between its halves, and a call's workspace.
+Where that is over the budget, as much is recomputed in its stages as fits, by the kinds' own options at one price per
+byte. A stage's gradients are reduced from its last backward's end on (the first stage's beside it), one stage of a
+position after another, beside what it still computes; updates follow. Where two positions hold a stage, they exchange
+its gradients (an all-reduce of two ranks moves each byte once). Limits: an estimate, neither a bound nor a simulated
+plan; halves of a backward are taken to be equal; links are thought to be shared by nothing else.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
-from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.cuts.balanced_cuts import Short, cut_balanced
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.recompute.kind_options import RematOption
@@ -32,6 +33,9 @@ from paraplan.rules.time_axis import program_micro
 DEFERRED = 0.08
 """Of the budget, by how much a position may be over once recomputing does no more, as what waits for the second half of
 a backward waits all the same; the step is taken to be longer by half as much."""
+
+RECUT = 3
+"""How often a chain is cut anew by what its positions have to make again."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Estimate:
         bounds: of its stages.
         prices: those of its sharding.
         taken: per segment, the number of the option to recompute that it takes; () where nothing is.
+        is_recut: whether stages are cut by what positions have to make again.
     """
 
     combination: Combination
@@ -53,6 +58,7 @@ class Estimate:
     bounds: Bounds
     prices: StagePrices
     taken: tuple[int, ...] = ()
+    is_recut: bool = False
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -65,6 +71,13 @@ class Estimate:
         that do not."""
         family = self.combination.family
         return family if family == ONE_STAGE or not self.taken else f"{family}, recomputing"
+
+
+class _AtCut(NamedTuple):
+    """An estimate at a cut, and what memory makes of its positions' loads; () where none is short of any."""
+
+    estimate: Estimate
+    short: tuple[Short, ...]
 
 
 class Pricer(ClosedForm):
@@ -83,26 +96,41 @@ class Pricer(ClosedForm):
         bounds = cut_balanced(prices.seconds, orders.held, tail, combination.microbatches)
         if bounds is None:
             return None
-        memory = prices.memory(mesh_shape)
-        stages = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
-        found = orders.ended(stages)
-        room = [self.room(prices.workspace_bytes, pp)] * pp
-        stages, over, taken = _recomputed(prices, bounds, stages, orders.held, found.peak_bytes, room)
-        if over:
-            return Estimate(combination, math.inf, over, bounds, prices)
-        short = 0.0
-        if over is not None:
-            found = orders.ended(stages)
-            left = max(peak - each for peak, each in zip(found.peak_bytes, room, strict=True))
-            if NAMED[schedule].splits and left > DEFERRED * self.budget:
-                return Estimate(combination, math.inf, left, bounds, prices)
-            short = max(left / self.budget, 0.0) / 2 if NAMED[schedule].splits else 0.0
-        ended_s = self._ended_s(prices, bounds, stages, orders, found)
-        if NAMED[schedule].num_replicas > 1:
-            size = math.prod(mesh_shape)
+        found = self._cut(combination, prices, mesh_shape, orders, bounds)
+        for _ in range(RECUT if found.short else 0):
+            bounds = cut_balanced(
+                prices.seconds, orders.held, tail, combination.microbatches, found.short, found.estimate.bounds
+            )
+            if bounds is None or bounds == found.estimate.bounds:
+                break
+            recut = self._cut(combination, prices, mesh_shape, orders, bounds)
+            if recut.estimate.rank >= found.estimate.rank:
+                break
+            found = recut._replace(estimate=replace(recut.estimate, is_recut=True))
+        return found.estimate
+
+    def _cut(
+        self,
+        combination: Combination,
+        prices: StagePrices,
+        mesh_shape: tuple[int, ...],
+        orders: OrderTimes,
+        bounds: Bounds,
+    ) -> _AtCut:
+        """What a combination comes to with its stages cut so."""
+        schedule, memory = NAMED[combination.schedule], prices.memory(mesh_shape)
+        whole = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
+        room = self.room(prices.workspace_bytes, combination.pp)
+        stages, over, taken = _recomputed(prices, bounds, whole, orders, room)
+        short = () if over is None else _short(prices, bounds, whole, orders, taken, room)
+        if over and (not schedule.splits or over > DEFERRED * self.budget):
+            return _AtCut(Estimate(combination, math.inf, over, bounds, prices), short)
+        ended_s = self._ended_s(prices, bounds, stages, orders, orders.ended(stages))
+        if schedule.num_replicas > 1:
             grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in orders.held)
-            ended_s += self.message_s(max(grads), size)
-        return Estimate(combination, ended_s * (1 + short), 0, bounds, prices, taken)
+            ended_s += self.message_s(max(grads), math.prod(mesh_shape))
+        step_s = ended_s * (1 + (over or 0) / self.budget / 2)
+        return _AtCut(Estimate(combination, step_s, 0, bounds, prices, taken), short)
 
     def _ended_s(
         self,
@@ -169,55 +197,68 @@ class Pricer(ClosedForm):
 
 
 def _recomputed(
-    prices: StagePrices,
-    bounds: Bounds,
-    stages: tuple[StageCosts, ...],
-    held: Sequence[Sequence[int]],
-    peaks: Sequence[int],
-    room: Sequence[int],
+    prices: StagePrices, bounds: Bounds, stages: tuple[StageCosts, ...], orders: OrderTimes, room: int
 ) -> tuple[tuple[StageCosts, ...], int | None, tuple[int, ...]]:
     """Stages with as much recomputed as fits.
 
+    Args:
+        prices, bounds, stages: of the sharding, the cut and its stages, nothing recomputed.
+        orders: of the schedule.
+        room: bytes a position may hold.
     Returns:
         the stages; None where nothing had to be, 0 where that fits, else the bytes that are missing; what each segment
         takes, () where nothing had to be.
     """
     found, missing, any_over = list(stages), 0, False
     taken = [0] * len(prices.options)
-    for position, mine in enumerate(held):
-        if peaks[position] <= room[position]:
+    saved, deferred = [each.activation_bytes for each in stages], [each.weight_grad_bytes for each in stages]
+    for position, mine in enumerate(orders.held):
+        left = room - sum(stages[stage].fixed_bytes for stage in mine)
+        if orders.waiting_bytes(position, saved, deferred) <= left:
             continue
         any_over = True
-        fixed = sum(stages[stage].fixed_bytes for stage in mine)
-        flying = max(peaks[position] - fixed, 1)
-        segments = [i for stage in mine for i in range(*bounds[stage])]
-        whole = sum(prices.options[i][0].saved_bytes for i in segments)
-        share = (room[position] - fixed) / flying
-        fates = _cheapest(prices, segments, share * whole)
-        if fates is None:
-            least = sum(prices.options[i][-1].saved_bytes for i in segments)
-            missing = max(missing, fixed + math.ceil(flying * least / max(whole, 1)) - room[position])
-            continue
-        for i in segments:
-            taken[i] = fates[i]
+        for price in prices.per_byte:
+            best = [_best(options, price) for options in prices.sharding.options]
+            for stage in mine:
+                for i in range(*bounds[stage]):
+                    taken[i] = best[prices.sharding.job.program.segments[i].kind]
+                saved[stage] = sum(prices.options[i][taken[i]].saved_bytes for i in range(*bounds[stage]))
+            over = orders.waiting_bytes(position, saved, deferred) - left
+            if over <= 0:
+                break
+        missing = max(missing, over)
         for stage in mine:
-            chosen = [prices.options[i][fates[i]] for i in range(*bounds[stage])]
-            extra, saved = sum(each.extra_s for each in chosen), sum(each.saved_bytes for each in chosen)
+            extra = sum(prices.options[i][taken[i]].extra_s for i in range(*bounds[stage]))
             was = stages[stage]
             found[stage] = msgspec.structs.replace(
-                was, backward_s=was.backward_s + extra, input_grad_s=was.input_grad_s + extra, activation_bytes=saved
+                was,
+                backward_s=was.backward_s + extra,
+                input_grad_s=was.input_grad_s + extra,
+                activation_bytes=saved[stage],
             )
     return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
 
 
-def _cheapest(prices: StagePrices, segments: Sequence[int], room: float) -> dict[int, int] | None:
-    """Per segment the number of its option, at the least price per byte at which all fit; None: at none."""
-    for price in prices.per_byte:
-        best = {kind: _best(options, price) for kind, options in enumerate(prices.sharding.options)}
-        fates = {i: best[prices.sharding.job.program.segments[i].kind] for i in segments}
-        if sum(prices.options[i][o].saved_bytes for i, o in fates.items()) <= room:
-            return fates
-    return None
+def _short(
+    prices: StagePrices,
+    bounds: Bounds,
+    stages: Sequence[StageCosts],
+    orders: OrderTimes,
+    taken: Sequence[int],
+    room: int,
+) -> tuple[Short, ...]:
+    """What memory makes of positions' loads: of one that is over, what it makes again for every byte it is over by; of
+    one that is not, were it to be, the least of others'. `stages` recompute nothing, `taken` is what they have to."""
+    peaks = orders.peak_bytes(tuple(stages))
+    own_s = [sum(sum(prices.seconds[slice(*bounds[stage])]) for stage in mine) or 1.0 for mine in orders.held]
+    again = []
+    for position, mine in enumerate(orders.held):
+        extra = sum(prices.options[i][taken[i]].extra_s for s in mine for i in range(*bounds[s])) if taken else 0.0
+        again.append(extra / max(peaks[position] - room, 1))
+    least = min((each for each in again if each > 0), default=max(prices.per_byte))
+    return tuple(
+        Short(peak / own, float(room), each or least) for peak, own, each in zip(peaks, own_s, again, strict=True)
+    )
 
 
 def _best(options: Sequence[RematOption], price: float) -> int:

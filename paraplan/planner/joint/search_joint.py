@@ -38,7 +38,6 @@ from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.schedules.named import NAMED
 
 OneStage = Callable[[Constraints, bool], Plan]
 """Plans without a pipeline; whether to bound what it is found among."""
@@ -277,7 +276,7 @@ class JointSearch:
     def _plan(self, estimate: Estimate) -> None:
         """Plan a combination as a pinned pipeline."""
         pinned = estimate.combination.pinned(self.constraints)
-        if estimate.combination.each > NAMED[estimate.combination.schedule].stages:
+        if estimate.combination.pp > 1 and (estimate.combination.each > 1 or estimate.is_recut):
             pinned = msgspec.structs.replace(pinned, stages=estimate.bounds)
         step_s = estimate.step_s if math.isfinite(estimate.step_s) else None
         said = "estimated not to fit" if step_s is None else f"{step_s:.4g} s estimated"

@@ -6,6 +6,9 @@ position's stage passes once: m . max load + (P - 1) . max stage. The cut whose 
 From that cut on segments move, one at a time, from a stage to one at most a round of positions away, every boundary
 between shifting by one, as long as the sum of a high power of loads falls; stages stay below a limit, of which a few
 are tried. A heuristic without a bound of its own.
+
+Where a position is short of memory, what it makes again counts as well (`Short`): its load is that of its segments and,
+for what it holds over its room, in proportion.
 """
 
 from __future__ import annotations
@@ -24,8 +27,32 @@ MOVES = 400
 """At most so many segments move."""
 
 
+@dataclass(frozen=True)
+class Short:
+    """What memory makes of a position's load, in seconds of its segments x: x + again_s . max(x . held - room, 0).
+
+    Attributes:
+        held: bytes a second of its segments makes it hold, nothing made again.
+        room: bytes it may hold.
+        again_s: seconds that a byte less takes.
+    """
+
+    held: float
+    room: float
+    again_s: float
+
+    def load_s(self, own_s: float) -> float:
+        """Of segments that take so long."""
+        return own_s + self.again_s * max(own_s * self.held - self.room, 0.0)
+
+
 def cut_balanced(
-    seconds: Sequence[float], positions: Sequence[Sequence[int]], tail: int, microbatches: int
+    seconds: Sequence[float],
+    positions: Sequence[Sequence[int]],
+    tail: int,
+    microbatches: int,
+    short: Sequence[Short] = (),
+    begun: Bounds | None = None,
 ) -> Bounds | None:
     """The cut of a chain into stages that positions share out.
 
@@ -34,9 +61,13 @@ def cut_balanced(
         positions: per position, its stages, numbered along the chain.
         tail: from this segment on all are in the last stage.
         microbatches: of a step.
+        short: per position, what memory makes of its load; () for nothing.
+        begun: a cut to begin with; None for an even one.
     Returns:
         [first, stop) of every stage; None where there are too few segments.
     """
+    if begun is not None:
+        return _Cut(seconds, positions, begun, tail, WIDER[1], short).balanced()
     even = cut_evenly(seconds, 1 + max(itertools.chain(*positions)), tail)
     if even is None or all(len(mine) == 1 for mine in positions):
         return even
@@ -70,9 +101,15 @@ class _Cut:
     """A cut that moves."""
 
     def __init__(
-        self, seconds: Sequence[float], positions: Sequence[Sequence[int]], bounds: Bounds, tail: int, wider: float
+        self,
+        seconds: Sequence[float],
+        positions: Sequence[Sequence[int]],
+        bounds: Bounds,
+        tail: int,
+        wider: float,
+        short: Sequence[Short] = (),
     ) -> None:
-        self.seconds, self.rounds = seconds, len(positions)
+        self.seconds, self.rounds, self.short = seconds, len(positions), short
         self.starts = [first for first, _ in bounds] + [len(seconds)]
         self.stages = [sum(seconds[slice(*bound)]) for bound in bounds]
         self.holders: list[list[int]] = [[] for _ in bounds]
@@ -132,4 +169,7 @@ class _Cut:
         for stage, each in more.items():
             for position in self.holders[stage]:
                 loads[position] = loads.get(position, self.loads[position]) + each
-        return sum((self.loads[p] / self.mean) ** POWER - (max(x, 0.0) / self.mean) ** POWER for p, x in loads.items())
+        return sum(self._power(p, self.loads[p]) - self._power(p, max(own_s, 0.0)) for p, own_s in loads.items())
+
+    def _power(self, position: int, own_s: float) -> float:
+        return ((self.short[position].load_s(own_s) if self.short else own_s) / self.mean) ** POWER
