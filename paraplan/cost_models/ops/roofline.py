@@ -186,8 +186,8 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
     read, write = sum(map(nbytes, inputs)), sum(nbytes(out) for out in outputs if out is not None)
     if name in PRODUCTS:
         kind, product = PRODUCTS[name]
-        # addmm names its bias first; the product's operands are always among the first two.
-        dtype = inputs[min(1, len(inputs) - 1)].dtype
+        # addmm names its bias first; a product's operands are always among the first two, experts' last.
+        dtype = inputs[-1 if name in EXPERT_TOTALS else min(1, len(inputs) - 1)].dtype
         found = product(inputs, outputs, flag)
         if name == SUM:  # it writes the sum it reads
             write = nbytes(inputs[0])

@@ -73,6 +73,7 @@ def test_experts_cost_what_their_kernels_compute(train: bool, start: int, held: 
         names = tuple(f"%{index}" for index in range(len(inputs)))
         work = op_cost(f"paraplan.{target}", (*names, *rest), {}, tuple(map(spec, inputs)), tuple(map(spec, outs)))
         assert work.flops == counter.get_total_flops()
+        assert work.dtype == "float32"  # not that of the ids of the experts, which stand second in the forward
         rows, back = tokens * 2 * held // total, len(lead) - 1
         moved = (x[:1], x[:1], *([g[:1], g[:1], w_in[0, :, :, 0], w_in[0, :1, :, 0]] * back))  # gathered
         moved += (w_in[0, :, :, 0], w_in[0, :1, :, 0], x[:1] if back else g[:1])  # activations, and what is added
