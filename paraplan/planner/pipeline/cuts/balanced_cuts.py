@@ -88,7 +88,7 @@ def _step_s(seconds: Sequence[float], positions: Sequence[Sequence[int]], bounds
 
 @dataclass(frozen=True)
 class _Move:
-    """Boundaries first to last shift by `step` segments: what stages and positions gain."""
+    """Boundaries first to last shift by `step` segments: what stages gain."""
 
     gain: float
     step: int
@@ -123,7 +123,7 @@ class _Cut:
     def balanced(self) -> Bounds:
         """The cut after the best moves, one by one."""
         for _ in range(MOVES):
-            best = max(self._moves(), key=lambda move: move.gain, default=None)
+            best = self._best_move()
             if best is None or best.gain <= 1e-9:
                 break
             for boundary in range(best.first, best.last + 1):
@@ -134,11 +134,13 @@ class _Cut:
                     self.loads[position] += more
         return tuple(itertools.pairwise(self.starts))
 
-    def _moves(self) -> list[_Move]:
-        """Every move that keeps all stages and their limit."""
-        found = []
+    def _best_move(self) -> _Move | None:
+        """Of the moves that keep all stages and their limit, the first of those that gain most."""
+        powers, best = [self._power(position, own_s) for position, own_s in enumerate(self.loads)], None
         for step, first in itertools.product((1, -1), range(1, len(self.stages))):
             more: dict[int, float] = {}
+            touched: dict[int, dict[int, None]] = {}  # position -> its stages that gain or lose, in order
+            gains: dict[int, float] = {}
             for last in range(first, min(first + self.rounds, len(self.stages))):
                 at = self.starts[last] if step > 0 else self.starts[last] - 1
                 given, taken = (last - 1, last) if step > 0 else (last, last - 1)
@@ -146,30 +148,30 @@ class _Cut:
                     break
                 more[given] = more.get(given, 0.0) + self.seconds[at]
                 more[taken] = more.get(taken, 0.0) - self.seconds[at]
-                if self._may(step, first, last, more):
-                    found.append(_Move(self._gain(more), step, first, last, dict(more)))
-        return found
+                if not self._may_be(last - 1, step * (last > first), step, more):
+                    break  # nor does it where more boundaries shift
+                for stage in (given, taken):
+                    for position in self.holders[stage]:
+                        touched.setdefault(position, {})[stage] = None
+                for position in (*self.holders[given], *self.holders[taken]):
+                    load = self.loads[position]
+                    for stage in touched[position]:
+                        load += more[stage]
+                    gains[position] = powers[position] - self._power(position, load)
+                is_last = last == len(self.stages) - 1
+                if self._may_be(last, step, 0, more) and self.starts[-2] + step * is_last <= self.tail:
+                    gain = sum(gains.values())
+                    if best is None or gain > best.gain:
+                        best = _Move(gain, step, first, last, dict(more))
+        return best
 
-    def _may(self, step: int, first: int, last: int, more: dict[int, float]) -> bool:
-        """Whether every stage keeps a segment and the limit, and the last all of the tail."""
-
-        def start(boundary: int) -> int:
-            return self.starts[boundary] + step * (first <= boundary <= last)
-
-        if start(len(self.stages) - 1) > self.tail:
+    def _may_be(self, stage: int, at_start: int, at_stop: int, more: dict[int, float]) -> bool:
+        """Whether a stage whose boundaries shift so keeps a segment, and the limit."""
+        if self.starts[stage] + at_start >= self.starts[stage + 1] + at_stop:
             return False
-        return all(
-            start(stage) < start(stage + 1) and (each <= 0 or self.stages[stage] + each <= self.longest)
-            for stage, each in more.items()
-        )
-
-    def _gain(self, more: dict[int, float]) -> float:
-        """By how much the sum of powers falls."""
-        loads: dict[int, float] = {}
-        for stage, each in more.items():
-            for position in self.holders[stage]:
-                loads[position] = loads.get(position, self.loads[position]) + each
-        return sum(self._power(p, self.loads[p]) - self._power(p, max(own_s, 0.0)) for p, own_s in loads.items())
+        return more[stage] <= 0 or self.stages[stage] + more[stage] <= self.longest
 
     def _power(self, position: int, own_s: float) -> float:
-        return ((self.short[position].load_s(own_s) if self.short else own_s) / self.mean) ** POWER
+        """Of a position's load, where its segments take so long."""
+        load_s = self.short[position].load_s(own_s) if self.short else own_s
+        return float((max(load_s, 0.0) / self.mean) ** POWER)
