@@ -34,16 +34,18 @@ from paraplan.ir.sizes import say_size
 from paraplan.lowering import lower
 from paraplan.planner.alternatives.tried import kept, planned, unreserved
 from paraplan.planner.assemble import Job
+from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.planned_again import planned_again
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.search import BestPlan, Progress, find, prepared
+from paraplan.planner.search import find, prepared
 
 ROUNDS = 10
 """Searches for fewer bytes, on one mesh and then on all."""
@@ -77,7 +79,7 @@ def search_room(
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
     try:
-        return _search_room(job, constraints, time_limit_s, progress, certify)
+        return among_groups(_search_room, job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
 

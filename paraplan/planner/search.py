@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -23,6 +23,7 @@ from paraplan.ir.process.garbage import seldom_collected
 from paraplan.lowering import lower
 from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.certificate import certified
 from paraplan.planner.checks import check_rates, check_tiers, with_states
 from paraplan.planner.constraints import Constraints, device_budget
@@ -30,6 +31,7 @@ from paraplan.planner.contradictions import check_constraints, check_param_names
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.search_joint import search_joint
+from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.one_stage.failures import Failure, failure, not_tried
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
 from paraplan.planner.passes.delayed_updates import delay_note
@@ -54,17 +56,6 @@ better, though on the meshes measured never by as much."""
 ONE_STAGE_SHARE = 0.8
 """Of what is left of the time, for solving one stage once pipelines were searched."""
 
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class BestPlan:
-    """The best plan and how long it took to find: solver seconds and all seconds."""
-
-    plan: Plan
-    solve_s: float
-    total_s: float
-
 
 def search(
     job: Job,
@@ -73,7 +64,7 @@ def search(
     progress: Progress = lambda text: None,
     certify: bool = True,
 ) -> BestPlan:
-    """The fastest plan that fits.
+    """The fastest plan that fits, on all groups of nodes or on some (`mixed.idle_groups`).
 
     Args:
         job: what is planned.
@@ -89,7 +80,7 @@ def search(
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
     try:
-        return find(job, constraints, time_limit_s, progress, certify)
+        return among_groups(find, job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
 
@@ -102,7 +93,7 @@ def find(
     progress: Progress = lambda text: None,
     certify: bool = True,
 ) -> BestPlan:
-    """As `search`; errors are not explained yet."""
+    """As `search`, on all devices; errors are not explained yet."""
     time_limit_s = planning_time_s(time_limit_s)
     check_param_names(constraints, job.program.params)
     deadline = Deadline(time_limit_s)

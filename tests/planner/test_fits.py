@@ -26,9 +26,10 @@ from paraplan.lowering import lower
 from paraplan.planner import fits as room_module
 from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
+from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.fits import needed_bytes, search_room
-from paraplan.planner.search import BestPlan, search
+from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.report.explain import verdict
 

@@ -21,6 +21,7 @@ from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.mixed.group_sets import group_sets
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
@@ -137,3 +138,38 @@ def test_a_dtype_one_group_lacks_is_refused_by_name() -> None:
     x, w, y = (msgspec.structs.replace(spec, dtype="bfloat16") for spec in _specs())
     with pytest.raises(CostModelError, match="V100-32 has no rate for bfloat16"):
         costs.op_s("paraplan.linear", (), {}, (x, w), (y,))
+
+
+def test_a_group_that_only_slows_a_plan_down_is_left_idle(tiny_gpt2: Any) -> None:
+    found = search(job(tiny_gpt2, MIXED), Constraints()).plan
+    alone = search(job(tiny_gpt2, cluster(group(4.0))), Constraints()).plan
+    assert found.prediction is not None and alone.prediction is not None and found.certificate is not None
+    assert found.prediction.step_s <= alone.prediction.step_s
+    assert found.cluster.name == "2xcpu x4" and found.cluster.groups == MIXED.groups[:1]
+    assert found.notes[-2] == "2xcpu x1 idle: this plan is for 2xcpu x4, to be started there alone"
+    assert found.certificate.bound_scope.endswith("on 2xcpu x4 alone")
+    assert {"on 2xcpu x4+2xcpu x1"} < {each.what for each in found.tried}
+    verify_plan(found)
+
+
+def test_sets_of_groups_that_others_take_the_place_of_are_not_searched() -> None:
+    fast, slow, other = group(4.0), group(1.0), msgspec.structs.replace(group(1.0), devices_per_node=4)
+    assert group_sets(cluster(fast, slow)) == ((0, 1), (0,))
+    assert group_sets(cluster(slow, slow)) == ((0, 1), (0,))
+    assert group_sets(cluster(slow, fast, other)) == ((0, 1, 2), (1, 2), (0, 1), (1,), (2,))
+    roomy = group(1.0, memory_bytes=8 << 30)
+    assert group_sets(cluster(fast, roomy)) == ((0, 1), (0,), (1,))
+
+
+def test_nothing_is_said_to_be_proved_that_is_proved_of_some_groups_only(tiny_gpt2: Any) -> None:
+    """Two devices of one group hold what four do where one of them is small."""
+    pins = Constraints(dp=2, zero=0, microbatches=1, reserve_bytes=0)
+    found = search(job(tiny_gpt2, cluster(group(4.0))), pins).plan
+    assert found.prediction is not None
+    need = max(found.prediction.peak_bytes)
+    small = cluster(group(4.0, need), group(1.0, need // 8))
+    plan = search(job(tiny_gpt2, small), pins).plan
+    assert plan.cluster.groups == small.groups[:1]
+    with pytest.raises(InfeasibleError):
+        small = cluster(group(4.0, need // 32), group(1.0, need // 32))
+        search(job(tiny_gpt2, small), Constraints(pp=1, microbatches=1, reserve_bytes=0))

@@ -14,6 +14,7 @@ from paraplan.ir.errors import ConstraintError, SolverLimitError
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import assemble
+from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.fits import needed_bytes
 from paraplan.planner.passes.cast_holding import cast_once
@@ -25,7 +26,6 @@ from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import holders_of
-from paraplan.planner.search import BestPlan
 from paraplan.rules.time_axis import program_micro
 
 SCOPE = "these decisions: the work of the busiest stream of any rank"

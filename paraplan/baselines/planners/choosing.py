@@ -19,11 +19,11 @@ from paraplan.baselines.planners.task import Answer, NamedPlanner, Task
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
+from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
-from paraplan.planner.search import BestPlan, Progress
 
 
 def check_planner(name: str) -> None:

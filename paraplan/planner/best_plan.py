@@ -1,0 +1,25 @@
+"""What a search gives back, and how it says what it is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paraplan.ir.plan import Plan
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BestPlan:
+    """The best plan and how long it took to find: solver seconds and all seconds."""
+
+    plan: Plan
+    solve_s: float
+    total_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Of its simulated step."""
+        assert self.plan.prediction is not None
+        return self.plan.prediction.step_s
