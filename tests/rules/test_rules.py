@@ -162,8 +162,15 @@ def test_which_ops_take_padding() -> None:
         example = Example(target, cases[0])
         dims = dims_of(example.op, example.graph.values)
         taken[target] = "-" if not dims.uneven else "all" if dims.uneven >= set(dims.sizes) else "some"
-    for target in ("aten.mm.default", "paraplan.linear_grad_weight", "paraplan.embedding", "aten.add.Tensor",
-                   "paraplan.ce_max", "paraplan.ce_grad", "paraplan.layer_norm"):  # fmt: skip
+    for target in (
+        "aten.mm.default",
+        "paraplan.linear_grad_weight",
+        "paraplan.embedding",
+        "aten.add.Tensor",
+        "paraplan.ce_max",
+        "paraplan.ce_grad",
+        "paraplan.layer_norm",
+    ):
         assert taken[target] == "all", target
     for target in ("paraplan.attention_grad", "aten.amax.default"):
         assert taken[target] == "some", target
