@@ -96,15 +96,9 @@ def fit(
     check_time_limit(asked.time_limit_s)
     if isinstance(model, FittedModule):
         model = model.unfitted
-    if not isinstance(asked.check, int):
-        raise ConstraintError(f"check={asked.check!r}: True for the first step, or a number of steps")
     inputs = _inputs(example_inputs)
     precision, device = _precision(model)
-    if not isinstance(asked.optimizer, str):
-        raise ConstraintError(
-            f"optimizer={type(asked.optimizer).__name__}: say by name whose states count: sgd, momentum, nesterov, "
-            "adam, adamw, or with weight_decay sgd+decay, adam+decay; the optimizer itself stays yours"
-        )
+    _check_options(asked)
     spec = as_cluster(asked.cluster) if asked.cluster is not None else _here(device)
     casts = ambient_autocast(device)
     tensors, fixed = name_inputs(model, inputs)
@@ -133,6 +127,17 @@ def fit(
         call = ModelCall.of(Made(model, inputs, asked.loss_fn), plan.data.program, asked.loss, casts)
         fitted.check_first(FirstSteps(call, int(asked.check), asked.progress or (lambda text: None)))
     return fitted
+
+
+def _check_options(asked: FitOptions) -> None:
+    """Refuse what no step can be checked or counted by."""
+    if not isinstance(asked.check, int):
+        raise ConstraintError(f"check={asked.check!r}: True for the first step, or a number of steps")
+    if not isinstance(asked.optimizer, str):
+        raise ConstraintError(
+            f"optimizer={type(asked.optimizer).__name__}: say by name whose states count: sgd, momentum, nesterov, "
+            "adam, adamw, or with weight_decay sgd+decay, adam+decay; the optimizer itself stays yours"
+        )
 
 
 def _fitted(

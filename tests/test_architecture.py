@@ -112,7 +112,13 @@ MAX_FILES, MAX_LEVELS = 15, 4
 MOST_UNFORMATTED = 40
 TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "rsplit")
 MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 50
+MAX_PARAMETERS = 8
+SIGNATURES_OF_OPS = (
+    *("kernels/", "capture/canonical/", "runtime/executing/products_into.py"),  # our ops
+    *("capture/exporting/recurrent.py", "capture/python_state/model_writes.py"),  # torch's, decomposed
+)
+"""Where functions have an op's arguments, however many those are."""
 PUBLIC = {
     *("__version__", "compile", "explain", "fit", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
     "InfeasibleError",
@@ -274,6 +280,16 @@ def function_is_too_long(module: Module) -> Iterator[str]:
             yield f"{module.path}:{function.lineno} {function.name}() has {lines} lines, over {MAX_FUNCTION_LINES}"
 
 
+def takes_too_many(module: Module) -> Iterator[str]:
+    """What travels together is a record; a record's own fields may be many."""
+    for function in () if module.path.startswith(SIGNATURES_OF_OPS) else functions(module):
+        args = function.args
+        every = (*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg)))
+        count = sum(each.arg not in ("self", "cls") for each in every)
+        if count > MAX_PARAMETERS:
+            yield f"{module.path}:{function.lineno} {function.name}() takes {count} parameters, over {MAX_PARAMETERS}"
+
+
 def reads_labels(module: Module) -> Iterator[str]:
     """Labels of blocks and actions are for people; what a block or a step is, it says in fields."""
     if not module.path.startswith(LABELLED):
@@ -322,6 +338,9 @@ RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     file_is_too_long: Module("ir/x.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
     reads_labels: Module("report/x.py", "step.block.split('.')[0]\nstep.block in program.blocks"),
     caches_beside_the_session: Module("ir/x.py", "@lru_cache(3)\ndef f(): pass"),
+    takes_too_many: Module(
+        "ir/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, **i): pass\n    def g(self, *i): pass"
+    ),
     function_is_too_long: Module("ir/x.py", 'def f():\n    """D."""\n' + "    x = 1\n" * MAX_FUNCTION_LINES),
 }
 """Each rule with a module that breaks it exactly once."""

@@ -182,12 +182,17 @@ def source_of(recipe: Recipe) -> tuple[str, bool]:
         writer.write(library()["extra"][name], seed)
     inputs = ", ".join(writer.inputs)  # what the loss function alone takes is not among forward's
     returned, ending = _ending(recipe, writer, rng, outside)
+    return _module_text(recipe, writer, inputs, returned, ending), writer.is_random
+
+
+def _module_text(recipe: Recipe, writer: Writer, inputs: str, returned: str, ending: str) -> str:
+    """The file of a model: what forward takes and returns, its batch, and what its ending defines."""
     init, body = writer.finished()
     helpers = "\n\n\n".join(writer.helpers)
     made = "\n".join(f'        "{name}": {text},' for name, text in writer.inputs.items())
     sizes = ", ".join(recipe.sizes), ", ".join(map(str, recipe.sizes.values()))
     pieces = [name for name, _ in recipe.pieces]
-    text = f'''"""Model {recipe.seed}: {", ".join((recipe.form, *pieces, recipe.combine, recipe.output))}."""
+    return f'''"""Model {recipe.seed}: {", ".join((recipe.form, *pieces, recipe.combine, recipe.output))}."""
 
 import math
 from pathlib import Path
@@ -224,7 +229,6 @@ def batch():
 
 {ending}
 '''
-    return text, writer.is_random
 
 
 def _ending(recipe: Recipe, writer: Writer, rng: random.Random, outside: str | bool) -> tuple[str, str]:

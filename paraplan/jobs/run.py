@@ -164,39 +164,22 @@ def run(
     check_options(options)
     made = _skeleton(plan, options)
     batches = _batches(plan, made, options)
-    execution = ExecutionOptions(
-        seed=options.seed,
-        compile=options.compile,
-        weights=options.weights,
-        loss_fn=made.loss_fn,
-        timeout_s=options.timeout,
-        cuda_graphs=options.cuda_graphs,
-    )
-    trainer = make_trainer(plan, programs, made.model, execution)
-    scaler = trainer.scaler() if plan.program.precision == "fp16" else None
-    cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
-    optimizer = trainer.optimizer(cls, lr=options.lr, **extra)
-    optimizer_of = partial(cls, lr=options.lr, **extra)
-    if options.resume is not None:
-        trainer.resume(options.resume, optimizer, None, scaler)
-    first = trainer.steps_done
+    training = _Training(plan, programs, made, options)
+    trainer, first = training.trainer, training.trainer.steps_done
     if options.check and trainer.rank == 0:
         fill(plan.program, made.model, values_of(plan.program, made.model, options.weights, options.seed))
-    single = SingleDevice(plan, made, optimizer_of, options.seed) if options.check and trainer.rank == 0 else None
+    single = None
+    if options.check and trainer.rank == 0:
+        single = SingleDevice(plan, made, training.optimizer_of, options.seed)
     recorded = recorded_step(plan, options.steps)
     peaks = plan.prediction.peak_bytes if plan.prediction else simulate_plan(plan, programs).peak_bytes
     result = RunResult(predicted_peak_bytes=max(peaks), first_step=first)
     times = []
     for step in range(options.steps):
         batch = with_attributes(plan.program, made.model, batches(first + step))
-        started = time.perf_counter()
         trainer.record = step == recorded
-        loss = float(trainer.step(batch))
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        grads = full_grads(trainer) if options.check else {}
-        update(trainer, optimizer, options.clip, scaler)
-        times.append(time.perf_counter() - started)
+        loss, grads, seconds = training.step(batch)
+        times.append(seconds)
         if step == recorded:
             account(trainer, programs, result)
         trainer.record = False
@@ -205,19 +188,68 @@ def run(
             if single is not None:
                 single.compare(batch, options.clip, loss, grads, params, params)
         result.loss.append(loss)
-        tell(first + step, loss, times[-1])
+        tell(first + step, loss, seconds)
     trainer.flush()
     if options.save is not None:
-        trainer.save(options.save, optimizer, None, scaler)
+        trainer.save(options.save, training.optimizer, None, training.scaler)
     usual = [seconds for step, seconds in enumerate(times) if step not in (0, recorded)] or times
     result.step_s, result.errors = statistics.median(usual), single.errors if single is not None else None
     result.compiled = trainer.compiled
     if result.errors is not None and not result.errors.failure and "" not in result.compiled.values():
         result.errors.failure = peak_failure([peaks[index] for index in plan.schedule.rank_class], result)
     if options.record is not None:
-        seconds = _seconds(trainer, lambda step: batches(first + options.steps + step), optimizer, options.clip, scaler)
-        write_run(Path(options.record), plan, trainer.state.executor.program, seconds, usual)
+        seconds_of = training.op_seconds(lambda step: batches(first + options.steps + step))
+        write_run(Path(options.record), plan, trainer.state.executor.program, seconds_of, usual)
     return result
+
+
+class _Training:
+    """This rank's trainer with the run's optimizer, resumed where that is asked for.
+
+    Attributes:
+        trainer, optimizer: of this rank.
+        scaler: of the loss, under fp16.
+        optimizer_of: makes such an optimizer of parameters.
+    """
+
+    def __init__(self, plan: Plan, programs: tuple[RankProgram, ...], made: Made, options: RunOptions) -> None:
+        execution = ExecutionOptions(
+            seed=options.seed,
+            compile=options.compile,
+            weights=options.weights,
+            loss_fn=made.loss_fn,
+            timeout_s=options.timeout,
+            cuda_graphs=options.cuda_graphs,
+        )
+        self._options = options
+        self.trainer = trainer = make_trainer(plan, programs, made.model, execution)
+        self.scaler = trainer.scaler() if plan.program.precision == "fp16" else None
+        cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
+        self.optimizer = trainer.optimizer(cls, lr=options.lr, **extra)
+        self.optimizer_of = partial(cls, lr=options.lr, **extra)
+        if options.resume is not None:
+            trainer.resume(options.resume, self.optimizer, None, self.scaler)
+
+    def step(self, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor], float]:
+        """A step and its update: the loss, whole gradients before clipping where the run is checked, and seconds."""
+        started = time.perf_counter()
+        loss = float(self.trainer.step(batch))
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        grads = full_grads(self.trainer) if self._options.check else {}
+        self._update()
+        return loss, grads, time.perf_counter() - started
+
+    def op_seconds(self, batches: Callable[[int], dict[str, Tensor]]) -> Mapping[tuple[str, int], list[float]]:
+        """(block, instruction) -> seconds of each call, over some further steps taken op by op."""
+        with self.trainer.timed() as found:
+            for step in range(STEPS_RECORDED):
+                self.trainer.step(batches(step))
+                self._update()
+        return found
+
+    def _update(self) -> None:
+        update(self.trainer, self.optimizer, self._options.clip, self.scaler)
 
 
 def peak_failure(predicted: Sequence[int], result: RunResult) -> str:
@@ -245,21 +277,6 @@ def _skeleton(plan: Plan, options: RunOptions) -> Made:
     from_configuration = plan.model.hf_type is not None and (options.model or "hf:").startswith("hf:")
     with parameters_on_meta() if from_configuration else nullcontext():
         return plan_model(plan, options.model, meta=False)
-
-
-def _seconds(
-    trainer: Trainer,
-    batches: Callable[[int], dict[str, Tensor]],
-    optimizer: torch.optim.Optimizer,
-    clip: float | None,
-    scaler: Scaler | None,
-) -> Mapping[tuple[str, int], list[float]]:
-    """(block, instruction) -> seconds of each call, over some further steps taken op by op."""
-    with trainer.timed() as found:
-        for step in range(STEPS_RECORDED):
-            trainer.step(batches(step))
-            update(trainer, optimizer, clip, scaler)
-    return found
 
 
 def update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None, scaler: Scaler | None) -> None:

@@ -23,9 +23,10 @@ from paraplan.ir.sizes import say_size
 from paraplan.jobs.model_identity import check_model
 from paraplan.jobs.run_options import ExecutionOptions
 from paraplan.runtime.buckets import BucketTrainer
+from paraplan.runtime.executing.compiled import Compilation
 from paraplan.runtime.executing.executor import Modules
 from paraplan.runtime.executing.graphs import CudaGraphs, refuse_graphs
-from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.trainer import Trainer, TrainerOptions
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.launch import init_distributed
 from paraplan.runtime.transport.process_groups import check_timeout
@@ -50,6 +51,38 @@ def make_trainer(
         reads: what was read while capturing, if that was done here.
     """
     how = how or ExecutionOptions()
+    _check_makes(plan, programs, model, how)
+    backend = plan.cluster.backend
+    if "RANK" in os.environ or dist.is_initialized():
+        init_distributed("nccl" if backend == "cuda" else "gloo", how.timeout_s)
+    check_world(plan)
+    transport = DistributedTransport(*(holding.mesh for holding in holdings(plan)), device=backend)
+    pace = (lambda tier, nbytes: plan.cluster.copy_s(tier, transport.rank, nbytes)) if how.paced else None
+
+    def build(program: RankProgram) -> Modules:
+        return build_modules(program, transport.groups, transport.device)
+
+    options = TrainerOptions(
+        seed=how.seed,
+        record=how.record,
+        compilation=Compilation(
+            phases=("F", "B") if how.compile or plan.compiled else (),
+            backend="inductor" if isinstance(how.compile, bool) else how.compile,
+            strict=how.compile_strict,
+        ),
+        build=build,
+        weights=how.weights,
+        copier=Copier(transport.device, True, pace, how.offload_folder, transport.rank),
+    )
+    modules = build(programs[plan.schedule.rank_class[transport.rank]])
+    trainer = Trainer(plan, programs, modules, model, transport, options, share=share, reads=reads)
+    if how.cuda_graphs:
+        trainer.replay(CudaGraphs())
+    return trainer
+
+
+def _check_makes(plan: Plan, programs: Sequence[RankProgram], model: nn.Module, how: ExecutionOptions) -> None:
+    """Refuse a model, options and a machine that do not belong to the plan."""
     if not isinstance(model, nn.Module):
         raise PlanMismatchError(
             f"model is {model!r:.80}, a {type(model).__name__}: give the nn.Module that the plan was made for "
@@ -61,39 +94,6 @@ def make_trainer(
         check_graphs(plan, programs, how.record)
     check_model(plan, model, how.loss_fn)
     check_devices(plan.cluster)
-    backend = plan.cluster.backend
-    if "RANK" in os.environ or dist.is_initialized():
-        init_distributed("nccl" if backend == "cuda" else "gloo", how.timeout_s)
-    check_world(plan)
-    transport = DistributedTransport(*(holding.mesh for holding in holdings(plan)), device=backend)
-    pace = (lambda tier, nbytes: plan.cluster.copy_s(tier, transport.rank, nbytes)) if how.paced else None
-    copier = Copier(transport.device, True, pace, how.offload_folder, transport.rank)
-
-    def build(program: RankProgram) -> Modules:
-        return build_modules(program, transport.groups, transport.device)
-
-    phases = ("F", "B") if how.compile or plan.compiled else ()
-    modules = build(programs[plan.schedule.rank_class[transport.rank]])
-    trainer = Trainer(
-        plan,
-        programs,
-        modules,
-        model,
-        transport,
-        seed=how.seed,
-        record=how.record,
-        build=build,
-        compile_phases=phases,
-        compile_backend="inductor" if isinstance(how.compile, bool) else how.compile,
-        compile_strict=how.compile_strict,
-        weights=how.weights,
-        share=share,
-        copier=copier,
-        reads=reads,
-    )
-    if how.cuda_graphs:
-        trainer.replay(CudaGraphs())
-    return trainer
 
 
 def make_bucket_trainer(

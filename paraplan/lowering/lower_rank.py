@@ -26,6 +26,7 @@ from paraplan.lowering.steps.stage_messages import NameOf, StageMessages
 from paraplan.lowering.steps.stage_steps import StageSteps
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.steps.tied_grads import EndSteps
+from paraplan.lowering.transfers.bundled_transfers import Parcel
 from paraplan.lowering.transfers.offloaded_states import StateCopies
 from paraplan.lowering.transfers.streamed_update import StagedUpdates
 
@@ -75,7 +76,6 @@ class RankSteps:
         self.segments.wake(self.actions)
         finals = self.stages.finals()
         last = {action.kind: index for index, action in enumerate(self.actions)}
-        end_loss: Callable[[], None] = lambda: None  # noqa: E731
         known = (0, self.writer.action)
         joined = self.losses.joining(self._gradients.reductions)
         last_backward = max(index for index, action in enumerate(self.actions) if action.kind in _BACKWARD)
@@ -99,15 +99,7 @@ class RankSteps:
                     self._gradients.pause()
             elif action.kind is ActionKind.REDUCE_GRAD:
                 if index == last[ActionKind.REDUCE_GRAD]:
-                    self._gradients.go_on()
-                    self._gradients.partials.end()
-                    for parcel in joined:
-                        self._gradients.reductions.send(parcel)
-                    self._gradients.reductions.end()
-                    if self.rank.plan.cluster.num_devices > 1:
-                        end_loss()
-                    coming = self._buffers.send()
-                    grads = self._gradients.leave(self.ends.exchange(self._gradients.reductions.grads, coming))
+                    grads = self._reduced(joined, end_loss)
                     self._write_buffers(*known)
             elif action.kind is ActionKind.UPDATE:
                 if index == last[ActionKind.UPDATE]:
@@ -118,6 +110,18 @@ class RankSteps:
         ended = [grad for name, grad in grads.items() if name not in self._late and grad.role is not Role.WAITING]
         self.writer.add(StepKind.DROP, drops=(*ended, *self._measured))
         return self.ended(kept, grads, {})
+
+    def _reduced(self, joined: Sequence[Parcel], end_loss: Callable[[], None]) -> dict[str, Name]:
+        """Gradients after the last backward: summed over ranks, the loss along with them, and on their way."""
+        self._gradients.go_on()
+        self._gradients.partials.end()
+        for parcel in joined:
+            self._gradients.reductions.send(parcel)
+        self._gradients.reductions.end()
+        if self.rank.plan.cluster.num_devices > 1:
+            end_loss()
+        coming = self._buffers.send()
+        return self._gradients.leave(self.ends.exchange(self._gradients.reductions.grads, coming))
 
     def _write_buffers(self, at: int, action: str) -> None:
         """Buffers get their new values once the step is through; on one device with the loss, as a model itself writes

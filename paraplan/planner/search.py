@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -115,44 +115,75 @@ def find(
     limits = SolveLimits(
         time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=certify and not job.compiled
     )
-    meshes = candidate_meshes(job, constraints)
-    found: list[Candidate] = []
-    skipped: list[Skipped] = []
-    failures: list[Failure] = []
-    late: list[Mesh] = []
-    for mesh in meshes:
-        if deadline.passed_s >= (1 if found else MOST_LATE) * time_limit_s:
-            late.append(mesh)
-            continue
-        timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == meshes[-1] else 0.5))
-        here = plans_on_mesh(job, mesh, constraints, timed, failures, progress, _cutoff_s(mesh, found))
-        if isinstance(here, Skipped):
-            skipped.append(here)
-        else:
-            found += here
-    failures += [not_tried(mesh, 1) for mesh in late]
-    for mesh in () if found else meshes:
-        if found and deadline.is_over:
-            break
-        timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == meshes[-1] else 0.5))
-        found += with_other_counts(job, mesh, constraints, timed, failures, progress, deadline)
-    if not found:
-        kind, said, words = failure(failures)
-        advice = partial(what_would_do, job, meshes[0], constraints, time_limit_s)
+    solved = _solve_meshes(job, constraints, limits, deadline, progress)
+    if not solved.found:
+        kind, said, words = failure(solved.failures)
+        advice = partial(what_would_do, job, solved.meshes[0], constraints, time_limit_s)
         raise kind(said, lambda: f"{words()}{advice()}") from None
     if constraints.delayed_update is not None:
-        found = [placed(candidate, limits, constraints) for candidate in found]
-    best = quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
-    plan = certified(best, min(candidate.bound_s for candidate in found), len(meshes) - len(skipped) - len(late))
-    notes = (*plan.notes, *_meshes_note(found, skipped, late, best), *unpriced, *delay_note(plan))
-    plan = msgspec.structs.replace(
-        plan,
-        notes=(*notes, *places_note(best, found, [each.fault for each in failures], constraints)),
-        tried=_tried(plan, found, failures, skipped),
-    )
+        solved.found = [placed(candidate, limits, constraints) for candidate in solved.found]
+    plan = _fastest(solved, limits, constraints, unpriced)
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
-    return BestPlan(plan, sum(candidate.solve_s for candidate in found), deadline.passed_s)
+    return BestPlan(plan, sum(candidate.solve_s for candidate in solved.found), deadline.passed_s)
+
+
+@dataclass
+class _Solved:
+    """What solving the meshes of one stage came to.
+
+    Attributes:
+        meshes: all candidates.
+        found: plans, of any of them.
+        skipped, late: meshes that were not solved: all their plans take more work than one found, or time ran out.
+        failures: why others have no plan.
+    """
+
+    meshes: Sequence[Mesh]
+    found: list[Candidate] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    late: list[Mesh] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def _solve_meshes(
+    job: Job, constraints: Constraints, limits: SolveLimits, deadline: Deadline, progress: Progress
+) -> _Solved:
+    """Every candidate mesh of one stage; where none has a plan in the usual numbers of microbatches, in others."""
+    solved = _Solved(candidate_meshes(job, constraints))
+    found, failures = solved.found, solved.failures
+    for mesh in solved.meshes:
+        if deadline.passed_s >= (1 if found else MOST_LATE) * limits.time_s:
+            solved.late.append(mesh)
+            continue
+        timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == solved.meshes[-1] else 0.5))
+        here = plans_on_mesh(job, mesh, constraints, timed, failures, progress, _cutoff_s(mesh, found))
+        if isinstance(here, Skipped):
+            solved.skipped.append(here)
+        else:
+            found += here
+    failures += [not_tried(mesh, 1) for mesh in solved.late]
+    for mesh in () if found else solved.meshes:
+        if found and deadline.is_over:
+            break
+        timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == solved.meshes[-1] else 0.5))
+        found += with_other_counts(job, mesh, constraints, timed, failures, progress, deadline)
+    return solved
+
+
+def _fastest(solved: _Solved, limits: SolveLimits, constraints: Constraints, unpriced: Sequence[str]) -> Plan:
+    """The best of the plans found, quickened, with its certificate and what it was chosen from."""
+    found = solved.found
+    best = quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
+    unsolved = len(solved.skipped) + len(solved.late)
+    plan = certified(best, min(candidate.bound_s for candidate in found), len(solved.meshes) - unsolved)
+    notes = (*plan.notes, *_meshes_note(found, solved.skipped, solved.late, best), *unpriced, *delay_note(plan))
+    faults = [each.fault for each in solved.failures]
+    return msgspec.structs.replace(
+        plan,
+        notes=(*notes, *places_note(best, found, faults, constraints)),
+        tried=_tried(plan, found, solved.failures, solved.skipped),
+    )
 
 
 def _combinations(job: Job, constraints: Constraints) -> list[Combination]:

@@ -71,6 +71,16 @@ def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
     return replicated(inputs, outputs) if definition is None else definition.dims(op, inputs, outputs)
 
 
+def _by_axis(
+    op: Op, dims: OpDims, choices: Sequence[AxisChoice], mesh_shape: tuple[int, ...], only: AxisKeys
+) -> list[list[AxisChoice]]:
+    """Per mesh axis, what an op may do there: `choices` and products in pieces, of those that `only` leaves."""
+    return [
+        [c for c in (*choices, *_in_pieces(op, dims, keys, size)) if keys is None or c.key in keys]
+        for keys, size in zip(only or (None,) * len(mesh_shape), mesh_shape, strict=True)
+    ]
+
+
 def op_strategies(
     op: Op,
     values: dict[str, TensorSpec],
@@ -104,11 +114,7 @@ def op_strategies(
         choices = [choice for choice in choices if not is_expanded(choice.key)]
     shardable = _Shardable(micro, extended)
     ends: dict[object, list[tuple[tuple[str, ...], tuple[Layout | None, ...]]]] = {}
-    axes = [
-        [c for c in (*choices, *_in_pieces(op, dims, keys, size)) if keys is None or c.key in keys]
-        for keys, size in zip(only or (None,) * len(mesh_shape), mesh_shape, strict=True)
-    ]
-    for combo in itertools.product(*axes):
+    for combo in itertools.product(*_by_axis(op, dims, choices, mesh_shape, only)):
         if not _divides(dims, combo, mesh_shape, micro_dim, num_microbatches):
             continue
         keys = [choice.key for choice in combo]

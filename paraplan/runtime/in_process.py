@@ -24,6 +24,7 @@ from paraplan.runtime.executing.stepping import make_executors, step_together
 from paraplan.runtime.optimizers.optim import GroupMaker
 from paraplan.runtime.optimizers.scaling import Scaler
 from paraplan.runtime.rank import Rank
+from paraplan.runtime.state.attributes import Attributes
 from paraplan.runtime.state.params import Dims, join
 from paraplan.runtime.state.weights import values_of
 from paraplan.runtime.trainer_core import BESIDE, TrainerCore
@@ -66,7 +67,8 @@ class InProcessTrainer(TrainerCore):
             device,
         )
         values = values_of(plan.program, model, weights, seed)
-        super().__init__(plan, transport, executors, model, values, seed, device, build, record=True)
+        ranks = [Rank(plan, executor, values, seed, device) for executor in executors]
+        super().__init__(plan, transport, ranks, Attributes(plan, model, None), device, build, record=True)
 
     def _take(self, part: str, executors: Sequence[Executor], steps: Sequence[Sequence[Step]]) -> None:
         """All ranks in this thread, instruction by instruction."""

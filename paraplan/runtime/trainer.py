@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from paraplan.ir.model.sources import source_lines
 from paraplan.ir.plan import Plan
 from paraplan.runtime.batch import ShardedBatch
 from paraplan.runtime.evaluate import Build
-from paraplan.runtime.executing.compiled import Backend, CompiledPhases
+from paraplan.runtime.executing.compiled import Compilation, CompiledPhases
 from paraplan.runtime.executing.executor import Executor, Modules
 from paraplan.runtime.executing.graphs import AFTER, BEFORE, Graphs, ReplayedSteps, refuse_host_decisions
 from paraplan.runtime.executing.observers import Timer
@@ -41,6 +42,7 @@ from paraplan.runtime.executing.stepping import step_together
 from paraplan.runtime.optimizers.optim import GroupMaker
 from paraplan.runtime.optimizers.prefetch import Ahead
 from paraplan.runtime.rank import Rank, message_pairs
+from paraplan.runtime.state.attributes import Attributes
 from paraplan.runtime.state.params import Dims, join_over
 from paraplan.runtime.state.training_state import TrainingStates
 from paraplan.runtime.state.weights import values_of
@@ -48,6 +50,28 @@ from paraplan.runtime.trainer_core import BESIDE
 from paraplan.runtime.transport.current_device import on_this_device
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.tier_copies import Copier
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """How a rank executes its plan.
+
+    Attributes:
+        seed: base of the random seeds; the same on every rank.
+        record: note every instruction and the memory it takes (slow); entries and `peak_bytes` then say what was.
+        compilation: which blocks go through torch.compile.
+        build: emits the modules of another program of this plan; `eval_step` needs it.
+        weights: safetensors files to read this rank's parts of the parameters from; without them a model on meta is
+            initialised from the seed (see `weights`).
+        copier: makes copies to and from the host and the disk; left out, one that makes them beside the program.
+    """
+
+    seed: int = 0
+    record: bool = False
+    compilation: Compilation = field(default_factory=Compilation)
+    build: Build | None = None
+    weights: str | Path | None = None
+    copier: Copier | None = None
 
 
 class Trainer(TrainingStates):
@@ -59,16 +83,8 @@ class Trainer(TrainingStates):
         modules: of this rank's class, `codegen.build_modules(program, transport.groups, transport.device)`.
         model: with values, on any device, or on meta; only this rank's shards are kept.
         transport: of the plan's meshes, in the order of `ir.machine.rank_groups.holdings`.
-        seed: base of the random seeds; the same on every rank.
-        record: note every instruction and the memory it takes (slow); entries and `peak_bytes` then say what was.
-        compile_phases: "F" and/or "B": run these phases through torch.compile, checked against eager once.
-        compile_backend: torch.compile's.
-        compile_strict: a block that cannot be compiled, or differs from eager, is an error, not a warning.
-        build: emits the modules of another program of this plan; `eval_step` needs it.
-        weights: safetensors files to read this rank's parts of the parameters from; without them a model on meta is
-            initialised from the seed (see `weights`).
+        options: how they are executed.
         share: another plan's trainer of this rank, whose parameters, states and buffers become this one's too.
-        copier: makes copies to and from the host and the disk; left out, one that makes them beside the program.
         reads: what forward read while it was captured, where that was in this process.
 
     Attributes:
@@ -76,51 +92,43 @@ class Trainer(TrainingStates):
         replayed: its steps as graphs; None where they run kernel by kernel.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         plan: Plan,
         programs: Sequence[RankProgram],
         modules: Modules,
         model: nn.Module,
         transport: DistributedTransport,
+        options: TrainerOptions | None = None,
         *,
-        seed: int = 0,
-        record: bool = False,
-        compile_phases: Sequence[str] = (),
-        compile_backend: Backend = "inductor",
-        compile_strict: bool = False,
-        build: Build | None = None,
-        weights: str | Path | None = None,
         share: Trainer | None = None,
-        copier: Copier | None = None,
         reads: Reads | None = None,
     ) -> None:
-        self.rank = transport.rank
+        how = options or TrainerOptions()
+        self.rank, device = transport.rank, transport.device
         self._timer: Timer | None = None
         self.replayed: ReplayedSteps | None = None
         self.stage = holding_of(holdings(plan), self.rank)
-        program = programs[plan.schedule.rank_class[self.rank]]
-        if share is not None:
-            copier = share.state.executor.copier
-        copier = copier or Copier(transport.device, beside=True, rank=self.rank)
+        copier = how.copier if share is None else share.state.executor.copier
         executor = Executor(
-            program,
+            programs[plan.schedule.rank_class[self.rank]],
             modules,
             self.stage.mesh.coordinates(self.rank),
             transport,
             self.rank,
             source_lines(plan.program),
-            copier=copier,
+            copier=copier or Copier(device, beside=True, rank=self.rank),
         )
-        values = values_of(plan.program, model, weights, seed) if share is None else share.state
-        super().__init__(plan, transport, [executor], model, values, seed, transport.device, build, record, reads)
+        values = values_of(plan.program, model, how.weights, how.seed) if share is None else share.state
+        ranks = [Rank(plan, executor, values, how.seed, device)]
+        super().__init__(plan, transport, ranks, Attributes(plan, model, reads), device, how.build, how.record)
         self.state: Rank = self.ranks[0]
         own = dict(model.named_parameters(remove_duplicate=False))
         frozen = plan.program.params.keys() - set(trained_params(plan.program))
         self.frozen_dtypes = {name: own[name].dtype for name in sorted(frozen) if name in own}
         if len(self.held) > 1:
             transport.connect(message_pairs(plan, programs))
-        self._phases = CompiledPhases(executor, transport, compile_phases, compile_backend, compile_strict)
+        self._phases = CompiledPhases(executor, transport, how.compilation)
 
     def replay(self, graphs: Graphs) -> None:
         """From now on steps are captured and replayed, what is recorded or timed excepted; see `graphs`.

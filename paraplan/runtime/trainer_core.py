@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from paraplan.capture.python_state.reading import Reads
 from paraplan.ir.execution.names import LOSS_SCALE, Name
 from paraplan.ir.execution.rank_program import Step
 from paraplan.ir.machine.mesh import Layout
@@ -46,7 +45,7 @@ from paraplan.runtime.optimizers.updates import Couplings, make_optimizer
 from paraplan.runtime.ragged import RowPadding
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.state.attributes import Attributes
-from paraplan.runtime.state.params import Dims, Values
+from paraplan.runtime.state.params import Dims
 from paraplan.runtime.transport.transport import Transport
 
 BESIDE, EVALUATION = "beside", "evaluation"
@@ -59,39 +58,31 @@ class TrainerCore:
     Args:
         plan: the plan.
         transport: of the ranks.
-        executors: one per rank.
-        model: whose attributes are inputs, or constants that are checked.
-        values: where parameters and buffers come from; another rank object shares its own.
-        seed: base of the random seeds.
+        ranks: with the tensors and optimizers of each.
+        attributes: of the model, where they are inputs, or constants that are checked.
         device: of every rank.
         build: emits the modules of another program of this plan; `eval_step` needs it.
-        reads: what forward read while it was captured, where that was in this process.
+        record: whether the next step keeps an account; what is computed is the same.
 
     Attributes:
         held: what each group of ranks holds.
-        ranks: their tensors and optimizers.
-        record: whether the next step keeps an account; what is computed is the same.
         evaluators: the executors that the last evaluation ran on.
     """
 
     transport: Transport
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         plan: Plan,
         transport: Transport,
-        executors: Sequence[Executor],
-        model: nn.Module,
-        values: Values | Rank,
-        seed: int,
+        ranks: Sequence[Rank],
+        attributes: Attributes,
         device: str,
         build: Build | None,
         record: bool,
-        reads: Reads | None = None,
     ) -> None:
         self.plan, self.transport, self.held, self.device, self.record = plan, transport, holdings(plan), device, record
-        self.attributes = Attributes(plan, model, reads)
-        self.ranks = tuple(Rank(plan, executor, values, seed, device) for executor in executors)
+        self.attributes, self.ranks = attributes, tuple(ranks)
         self._couplings = Couplings()
         self._padding = RowPadding(plan)
         self.evaluators: list[Executor] = []

@@ -11,7 +11,7 @@ from benchmarks.zoo import build
 from paraplan.codegen import build_modules
 from paraplan.jobs.files import decode_plan
 from paraplan.runtime.in_process import InProcessTrainer
-from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.trainer import Trainer, TrainerOptions
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.launch import init_distributed, leave_job
 
@@ -32,7 +32,7 @@ def main() -> None:
     modules = build_modules(programs[0], transport.groups)
     for record in (False, True):
         small = build(name, 0.0)
-        trainer = Trainer(plan, programs, modules, small.model, transport, record=record)
+        trainer = Trainer(plan, programs, modules, small.model, transport, TrainerOptions(record=record))
         local = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], build(name, 0.0).model)
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.05)
         for _ in range(3):

@@ -33,7 +33,7 @@ from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.search import search
 from paraplan.runtime.buckets import check_buckets
 from paraplan.runtime.in_process import InProcessTrainer
-from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.trainer import Trainer, TrainerOptions
 from paraplan.runtime.transport.distributed import DistributedTransport
 from tests.numerics import relative_error
 from tests.whole.offloaded_states import captured, job, moved, planned, squares, updated_at
@@ -164,7 +164,9 @@ def test_steps_equal_one_device_that_updates_late(name: str, pin: str, every: in
 def trainer_of(plan: Plan, name: str) -> Trainer:
     (program,) = verify_plan(plan)
     transport = DistributedTransport(plan.stages[0].mesh)
-    return Trainer(plan, (program,), build_modules(program), captured(name)[0], transport, build=build_modules)
+    return Trainer(
+        plan, (program,), build_modules(program), captured(name)[0], transport, TrainerOptions(build=build_modules)
+    )
 
 
 @pytest.mark.parametrize(("name", "cls"), [("gpt2", torch.optim.SGD), ("mlp", torch.optim.AdamW)])

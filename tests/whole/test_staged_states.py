@@ -33,7 +33,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
-from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.trainer import Trainer, TrainerOptions
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.tier_copies import Copier
 from tests.numerics import relative_error
@@ -146,9 +146,13 @@ def test_a_disk_without_room_is_refused_before_the_start(tmp_path: Path, monkeyp
     words = r"2\.\d+ MiB of optimizer states .*tmp.* has 1.00 KiB free: 2\.\d+ MiB are missing; .*offload_folder"
     transport = DistributedTransport(plan.stages[0].mesh)
     with pytest.raises(RuntimeFailure, match=words):
-        Trainer(plan, programs, build_modules(programs[0]), model, transport, copier=Copier(folder=tmp_path))
+        Trainer(
+            plan, programs, build_modules(programs[0]), model, transport, TrainerOptions(copier=Copier(folder=tmp_path))
+        )
     monkeypatch.undo()
-    Trainer(plan, programs, build_modules(programs[0]), model, transport, copier=Copier(folder=tmp_path))
+    Trainer(
+        plan, programs, build_modules(programs[0]), model, transport, TrainerOptions(copier=Copier(folder=tmp_path))
+    )
     assert not list(tmp_path.iterdir()), "the file has no name"
     (group,) = plan.cluster.groups
     small = msgspec.structs.replace(group, disk_bytes=1 << 20)
@@ -169,7 +173,7 @@ def test_a_write_that_fails_leaves_every_parameter_with_its_states(
     def made() -> tuple[Trainer, torch.optim.Optimizer]:
         copier = Copier(beside=True, folder=tmp_path)
         transport = DistributedTransport(plan.stages[0].mesh)
-        trainer = Trainer(plan, (program,), build_modules(program), model, transport, copier=copier)
+        trainer = Trainer(plan, (program,), build_modules(program), model, transport, TrainerOptions(copier=copier))
         return trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2)
 
     def step(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
@@ -300,7 +304,7 @@ def test_states_that_set_out_are_brought_again_where_others_were_loaded_or_the_u
         (program,) = verify_plan(plan)
         transport = DistributedTransport(plan.stages[0].mesh)
         copier = Copier(beside=True)
-        trainer = Trainer(plan, (program,), build_modules(program), model, transport, copier=copier)
+        trainer = Trainer(plan, (program,), build_modules(program), model, transport, TrainerOptions(copier=copier))
         return trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2)
 
     pairs = [made(plan) for plan in (later, ahead(later))]

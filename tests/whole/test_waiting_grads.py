@@ -26,7 +26,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
-from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.trainer import Trainer, TrainerOptions
 from paraplan.runtime.transport.disk_store import Region
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.tier_copies import Copier
@@ -41,7 +41,9 @@ def made(states: str, precision: str = "fp64", folder: Path | None = None) -> Pa
     plan = in_runs(planned("gpt2", "one", states, precision=precision))
     (program,) = verify_plan(plan)
     transport, copier = DistributedTransport(plan.stages[0].mesh), Copier(beside=True, folder=folder)
-    trainer = Trainer(plan, (program,), build_modules(program), captured("gpt2")[0], transport, copier=copier)
+    trainer = Trainer(
+        plan, (program,), build_modules(program), captured("gpt2")[0], transport, TrainerOptions(copier=copier)
+    )
     return trainer, trainer.optimizer(torch.optim.AdamW, lr=1e-2)
 
 

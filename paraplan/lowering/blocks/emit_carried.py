@@ -71,31 +71,12 @@ def emit_carried(
         if local is None or spec is None:
             made.append(None)
             continue
-        dtype, shape = spec.dtype, spec.shape
-        if rule.lies[index] == ALIAS:
-            shared = emitter._unique(f"{local}^shared")
-            base = sources[rule.alias_of[index]].base
-            emitter.values[shared] = LocalValue(
-                dtype=dtype, shape=shape, strides=contiguous_strides(shape), base=base, storage_bytes=0
-            )
-            copies.append((shared, local))
-            made.append(shared)
-            continue
-        if rule.lies[index] == PART:
-            whole = emitter._unique(f"{local}^part")
-            shares = rule.shares(tuple(value.shape for value in sources))
-            emitter.values[whole] = LocalValue(
-                dtype=dtype,
-                shape=shape,
-                strides=contiguous_strides(shape),
-                base=whole,
-                storage_bytes=round(amount_of(rule.storages[index], shares)),
-            )
-            copies.append((whole, local))
-            made.append(whole)
-            continue
-        emitter._fresh(local, dtype, shape, _strides(rule, index, shape, sources))
-        made.append(local)
+        owner = local if rule.lies[index] not in (ALIAS, PART) else _unowned(emitter, rule, index, local, spec, sources)
+        if owner is local:
+            emitter._fresh(local, spec.dtype, spec.shape, _strides(rule, index, spec.shape, sources))
+        else:
+            copies.append((owner, local))
+        made.append(owner)
     definition = definition_of(op)
     assert definition is not None and definition.workspace is not None
     emitter._add(
@@ -112,6 +93,23 @@ def emit_carried(
     for shared, local in copies:
         value = emitter.values[shared]
         emitter.local("paraplan.reshape_copy", ("%" + shared, value.shape), local, value.dtype, value.shape)
+
+
+def _unowned(
+    emitter: BlockEmitter, rule: OpRule, index: int, local: str, spec: TensorSpec, sources: list[LocalValue]
+) -> str:
+    """The local name of a result that shares an input's storage or is part of a larger one, until it is copied."""
+    if rule.lies[index] == ALIAS:
+        name, nbytes = emitter._unique(f"{local}^shared"), 0
+        base = sources[rule.alias_of[index]].base
+    else:
+        name = base = emitter._unique(f"{local}^part")
+        nbytes = round(amount_of(rule.storages[index], rule.shares(tuple(value.shape for value in sources))))
+    strides = contiguous_strides(spec.shape)
+    emitter.values[name] = LocalValue(
+        dtype=spec.dtype, shape=spec.shape, strides=strides, base=base, storage_bytes=nbytes
+    )
+    return name
 
 
 def _strides(rule: OpRule, index: int, shape: Dims, sources: list[LocalValue]) -> Dims:

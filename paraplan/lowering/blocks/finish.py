@@ -87,56 +87,70 @@ def _reads(instr: Instr) -> list[str]:
     return list(refs((instr.args, tuple(instr.kwargs.values()))))
 
 
-def _overlap(  # noqa: C901
+def _overlap(
     inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
 ) -> list[Instr]:
-    made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
-    sent = {source for instr in instrs if instr.kind is InstrKind.COLLECTIVE for source in _reads(instr)}
-    # Pieces of what is there are cut at once: their collectives are written before those of the whole.
-    eager = {index for index, instr in enumerate(instrs) if instr.issues or _is_piece(instr, sent)}
-    lacks = {index: set(_reads(instrs[index])) for index in sorted(eager)}
-    readers: dict[str, list[int]] = {}
-    for index, sources in lacks.items():
-        for source in sources:
-            readers.setdefault(source, []).append(index)
-    ready = set(inputs)
-    ordered: list[Instr] = []
+    order = _EarlyIssues(inputs, instrs)
+    for index, instr in enumerate(instrs):
+        if instr.kind is InstrKind.OP and index not in order.eager:
+            order.emit(instr)
+        elif index in order.lacks:
+            order.wait_for(_reads(instr))
+    order.wait_for(out for out in (*outputs, *saved) if out is not None)
+    return order.ordered
 
-    def emit(instr: Instr) -> None:
-        for name in _reads(instr):
-            if name not in ready:
-                emit(made_by_wait[name])
-        ordered.append(instr)
+
+class _EarlyIssues:
+    """Instructions in an order where collectives and copies are issued as soon as what they send is there.
+
+    Attributes:
+        ordered: the instructions so far.
+        eager: the places, as written, of those issued early: collectives, copies, and pieces cut for them.
+        lacks: place -> what it waits for, of those of `eager` that are still to come.
+    """
+
+    def __init__(self, inputs: tuple[str, ...], instrs: list[Instr]) -> None:
+        self._instrs = instrs
+        self._made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
+        sent = {source for instr in instrs if instr.kind is InstrKind.COLLECTIVE for source in _reads(instr)}
+        # Pieces of what is there are cut at once: their collectives are written before those of the whole.
+        self.eager = {index for index, instr in enumerate(instrs) if instr.issues or _is_piece(instr, sent)}
+        self.lacks = {index: set(_reads(instrs[index])) for index in sorted(self.eager)}
+        self._readers: dict[str, list[int]] = {}
+        for index, sources in self.lacks.items():
+            for source in sources:
+                self._readers.setdefault(source, []).append(index)
+        self._ready = set(inputs)
+        self.ordered: list[Instr] = []
+        self._issue(inputs)
+
+    def emit(self, instr: Instr) -> None:
+        """An instruction behind the waits for what it reads, and before what it is the last to make ready."""
+        self.wait_for(_reads(instr))
+        self._issue(self._append(instr))
+
+    def wait_for(self, names: Iterable[str]) -> None:
+        """The waits of names that are not there yet."""
+        for name in names:
+            if name not in self._ready:
+                self.emit(self._made_by_wait[name])
+
+    def _append(self, instr: Instr) -> list[str]:
+        self.ordered.append(instr)
         made = [out for out in instr.outs if out is not None]
-        ready.update(made)
-        issue(made)
+        self._ready.update(made)
+        return made
 
-    def issue(made: Iterable[str]) -> None:
+    def _issue(self, made: Iterable[str]) -> None:
         """The collectives and copies that lacked nothing but these, in the order they were written."""
         due: set[int] = set()
         for source in made:
-            for index in readers.pop(source, ()):
-                lacks[index].discard(source)
-                due.update(() if lacks[index] else (index,))
+            for index in self._readers.pop(source, ()):
+                self.lacks[index].discard(source)
+                due.update(() if self.lacks[index] else (index,))
         for index in sorted(due):
-            del lacks[index]
-            ordered.append(instrs[index])
-            made_now = [out for out in instrs[index].outs if out is not None]
-            ready.update(made_now)
-            issue(made_now)
-
-    issue(inputs)
-    for index, instr in enumerate(instrs):
-        if instr.kind is InstrKind.OP and index not in eager:
-            emit(instr)
-        elif index in lacks:
-            for source in _reads(instr):
-                if source not in ready:
-                    emit(made_by_wait[source])
-    for out in (*outputs, *saved):
-        if out is not None and out not in ready:
-            emit(made_by_wait[out])
-    return ordered
+            del self.lacks[index]
+            self._issue(self._append(self._instrs[index]))
 
 
 def _is_piece(instr: Instr, sent: set[str]) -> bool:

@@ -76,7 +76,7 @@ MOST_SEEDS = 1 << 20
 """Of a batch: beyond any model's segments."""
 
 
-def verify_program(program: Program) -> None:  # noqa: C901
+def verify_program(program: Program) -> None:
     """Kinds are sound and segments read only what exists.
 
     Raises:
@@ -98,27 +98,40 @@ def verify_program(program: Program) -> None:  # noqa: C901
         if not 0 <= segment.kind < len(program.kinds):
             raise InvalidPlanError(f"segment {index}: no kind {segment.kind}")
         kind = program.kinds[segment.kind]
-        pairs = (
-            ("parameters", segment.params, kind.params),
-            ("inputs", segment.inputs, kind.inputs),
-            ("outputs", segment.outputs, kind.outputs),
-            ("asides", segment.asides, kind.asides),
-            ("seeds", segment.seeds, kind.seeds),
-        )
-        for what, outer, inner in pairs:
-            if len(outer) != len(inner):
-                raise InvalidPlanError(f"segment {index}: {len(outer)} {what} for the {len(inner)} of kind {kind.name}")
-        for name in segment.params:
-            if name not in program.params:
-                raise InvalidPlanError(f"segment {index}: no parameter {name!r}")
-        for number in segment.seeds:
-            if not 0 <= number < program.seeds:
-                raise InvalidPlanError(f"segment {index}: no seed {number}, a batch has {program.seeds}")
-        for name in segment.inputs:
-            if name not in known:
-                raise InvalidPlanError(f"segment {index}: reads {name!r} before any segment makes it")
+        _verify_names(program, segment, kind, known, f"segment {index}")
         _verify_segment(segment, kind, specs, f"segment {index} of kind {kind.name}")
         known.update(segment.outputs)
+    _verify_loss(program, known)
+    _verify_denominators(program)
+    _verify_outputs(program, known)
+    _verify_updates(program)
+
+
+def _verify_names(program: Program, segment: Segment, kind: SegmentKind, known: set[str], where: str) -> None:
+    """A segment has as many names of each sort as its kind, and all of them exist (`known`: values made before it)."""
+    pairs = (
+        ("parameters", segment.params, kind.params),
+        ("inputs", segment.inputs, kind.inputs),
+        ("outputs", segment.outputs, kind.outputs),
+        ("asides", segment.asides, kind.asides),
+        ("seeds", segment.seeds, kind.seeds),
+    )
+    for what, outer, inner in pairs:
+        if len(outer) != len(inner):
+            raise InvalidPlanError(f"{where}: {len(outer)} {what} for the {len(inner)} of kind {kind.name}")
+    for name in segment.params:
+        if name not in program.params:
+            raise InvalidPlanError(f"{where}: no parameter {name!r}")
+    for number in segment.seeds:
+        if not 0 <= number < program.seeds:
+            raise InvalidPlanError(f"{where}: no seed {number}, a batch has {program.seeds}")
+    for name in segment.inputs:
+        if name not in known:
+            raise InvalidPlanError(f"{where}: reads {name!r} before any segment makes it")
+
+
+def _verify_loss(program: Program, known: set[str]) -> None:
+    """There is a loss, a sum of values that exist over denominators that exist."""
     for term in program.loss:
         if term.numerator not in known or not (
             term.denominator is None or 0 <= term.denominator < len(program.denominators)
@@ -128,9 +141,6 @@ def verify_program(program: Program) -> None:  # noqa: C901
             )
     if not program.loss:
         raise InvalidPlanError("the program has no loss")
-    _verify_denominators(program)
-    _verify_outputs(program, known)
-    _verify_updates(program)
 
 
 def given_specs(program: Program) -> dict[str, TensorSpec]:

@@ -73,8 +73,7 @@ def build_space(
         space.batch_decider[name] = space.decide(f"batch {name}", (prices.zero,) * len(options))
     whole = space.decide("whole", (prices.zero,))
     for kind, _ in enumerate(job.program.kinds):
-        runs = _runs(space, first_of[kind], num_microbatches)
-        _KindTransfers(job, space, kind, classes, gradients, counts[kind], runs, num_microbatches, whole).add()
+        _KindTransfers(job, space, kind, classes, gradients, num_microbatches, whole).add()
     return space
 
 
@@ -160,27 +159,26 @@ def _gradient(job: Job, space: Space, cls: GradClass, m: int) -> None:
 class _KindTransfers:
     """Adds the transfers of one kind, and what its values hold at the loss."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         job: Job,
         space: Space,
         index: int,
         classes: tuple[ParamClass, ...],
         gradients: tuple[GradClass, ...],
-        count: int,
-        runs: int,
         m: int,
         whole: int,
     ) -> None:
-        self.job, self.space, self.index, self.count, self.m, self.whole = job, space, index, count, runs, whole
+        segments = [at for at, segment in enumerate(job.program.segments) if segment.kind == index]
+        self.job, self.space, self.index, self.count, self.whole = job, space, index, len(segments), whole
+        self.m = runs = _runs(space, segments[0], m)
         self.in_tail, self.shares = runs < m, job.program.shares(runs)
         self.waits = m if space.micro.has_tail and not self.in_tail else 1  # microbatches that wait at the loss
         self.kind = job.program.kinds[index]
         self.class_of = {slot: c for c, cls in enumerate(classes) for slot in cls.slots}
         self.reader_of = {slot: g for g, cls in enumerate(gradients) for slot in cls.readers}
         self.maker_of = {slot: g for g, cls in enumerate(gradients) for slot in cls.makers}
-        segment = next(i for i, s in enumerate(job.program.segments) if s.kind == index)
-        self.micro = space.micro.segments[segment]
+        self.micro = space.micro.segments[segments[0]]
         self.producers = producers(job.program)
 
     def add(self) -> None:

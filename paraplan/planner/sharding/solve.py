@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -29,15 +29,14 @@ from paraplan.planner.sharding.formulate import (
     tier_rows,
     with_rows,
 )
-from paraplan.planner.sharding.instants import Instant, instant_row, peak_instant
-from paraplan.planner.sharding.network.cost_network import Row
 from paraplan.planner.sharding.network.optimise import Optimum, least_activity, optimise
-from paraplan.planner.sharding.objective import held_bytes, work_of_choices
+from paraplan.planner.sharding.objective import work_of_choices
 from paraplan.planner.sharding.pins import make_pins
 from paraplan.planner.sharding.prices import MeshPrices
 from paraplan.planner.sharding.proof.exposed import proof_network
 from paraplan.planner.sharding.proof.step_bound import step_bound
 from paraplan.planner.sharding.space import Space
+from paraplan.planner.sharding.tightened_rows import MemoryRows
 from paraplan.planner.solvers.milp import Status
 
 ROUNDS = 12
@@ -146,41 +145,29 @@ def solve_mesh(
     began = time.perf_counter()
     space = problem_of(job, mesh, num_microbatches, constraints)
     problem = formulate(space)
-    base = memory_rows(space, limits.memory_bytes)
-    rows, instants = base, dict[Instant, Row]()
-    solve_s, over = 0.0, dict[str, int]()
+    memory = MemoryRows(job, space, problem, limits.memory_bytes)
+    solve_s = 0.0
     closest: Realised | None = None
     for tries in range(ROUNDS):
         left_s = limits.left_s(time.perf_counter() - began)
         if tries and time.perf_counter() - began > LATE * limits.time_s:
             raise _out_of_tries(space, mesh, limits, closest, tries)
-        network = with_rows(problem.network, (*rows, *tier_rows(space, over), *instants.values()))
+        network = with_rows(problem.network, memory.rows)
         found = optimise(network, left_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)
         solve_s += found.solve_s
         if found.choices is None and cutoff_s <= found.bound < np.inf:
             return Skipped(mesh, found.bound)
         if found.choices is None:
-            proved = rows is base and not instants and not over and _none_fits(space, problem, limits, solve_s)
+            proved = not memory.is_tightened and _none_fits(space, problem, limits, solve_s)
             raise failure_of(job, space, found, limits, proved, closest)
         choices = found.choices[: len(space.deciders)]
         check_objective(space, choices, found)
         decided = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
         made = realise(job, decided, limits.memory_bytes)
-        peak = made.peak_bytes
-        closest = made if closest is None or peak < closest.peak_bytes else closest
-        if peak <= limits.memory_bytes and not made.over_bytes:
+        closest = made if closest is None or made.peak_bytes < closest.peak_bytes else closest
+        if made.peak_bytes <= limits.memory_bytes and not made.over_bytes:
             break
-        over = {tier: over.get(tier, 0) + made.over_bytes.get(tier, 0) for tier in {*over, *made.over_bytes}}
-        if peak <= limits.memory_bytes:
-            continue
-        at = peak_instant(made.programs, made.simulation)
-        if at is None:  # outside of segments: every row pays
-            least = min(rows[0].limit, max(held_bytes(space, choices)) / limits.memory_bytes)
-            limit = max(least - (peak / limits.memory_bytes - 1), 1e-9)
-            rows = tuple(replace(row, limit=limit) for row in base)
-        else:
-            row = instant_row(space, job.program, problem, at, limits.memory_bytes)
-            instants[at] = _at_peak(problem, row, found.choices, peak / limits.memory_bytes, instants.get(at))
+        memory.tighten(made, found.choices)
     else:
         raise _out_of_tries(space, mesh, limits, closest, ROUNDS)
     work = network.work(found.choices)
@@ -190,10 +177,10 @@ def solve_mesh(
         left_s = limits.left_s(started - began)
         proof = memory_rows(space, limits.memory_bytes, proof=True)
         bounded = with_rows(proof_network(job, space, problem, constraints), proof)
-        bound_s = step_bound(bounded, bounded.work(found.choices), found.multipliers[: len(base)], left_s)
+        bound_s = step_bound(bounded, bounded.work(found.choices), found.multipliers[: len(memory.base)], left_s)
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
-    binds = bool(instants) or rows is not base or any(multiplier > 0 for multiplier in found.multipliers)
+    binds = memory.is_lowered or any(multiplier > 0 for multiplier in found.multipliers)
     if not binds and found.via == "milp":  # which tells no multipliers
         left_s = limits.left_s(time.perf_counter() - began)
         loose = optimise(problem.network, left_s, limits.relative_gap, limits.backend)
@@ -238,13 +225,6 @@ def choose(
     choices = found.choices[: len(space.deciders)]
     check_objective(space, choices, found)
     return decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
-
-
-def _at_peak(problem: Formulation, row: Row, choices: Sequence[int], peak: float, known: Row | None) -> Row:
-    """The row of an instant, its limit lowered by what the simulation found above the row."""
-    counted = float(with_rows(problem.network, (row,)).activity(choices)[0])
-    limit = min(1.0, counted - (peak - 1.0))
-    return replace(row, limit=max(min(limit, known.limit if known is not None else 1.0), 1e-9))
 
 
 def check_objective(space: Space, choices: Sequence[int], found: Optimum) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -219,32 +220,39 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
     return x.split(max(1, COMPARED * x.shape[0] // x.numel()))
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """What goes through torch.compile.
+
+    Attributes:
+        phases: "F" and/or "B": whose blocks do, each checked against eager once.
+        backend: torch.compile's.
+        strict: whether a block that cannot be compiled, or differs from eager, is an error, not a warning.
+    """
+
+    phases: Sequence[str] = ()
+    backend: Backend = "inductor"
+    strict: bool = False
+
+
 class CompiledPhases:
     """The blocks of a rank that go through torch.compile; recordings stay eager.
 
     Args:
         executor: of the rank; such blocks among its modules are replaced.
         transport: by which ranks agree.
-        phases: "F" and/or "B".
-        backend: torch.compile's.
-        strict: whether a block that cannot be compiled, or differs from eager, is an error.
+        compilation: which blocks, and how.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        transport: DistributedTransport,
-        phases: Sequence[str],
-        backend: Backend = "inductor",
-        strict: bool = False,
-    ) -> None:
-        self.executor, self.transport, self._strict = executor, transport, strict
+    def __init__(self, executor: Executor, transport: DistributedTransport, compilation: Compilation) -> None:
+        self.executor, self.transport, self._strict = executor, transport, compilation.strict
         self.blocks: dict[str, CheckedBlock] = {}
-        self._is_due = bool(phases)
+        self._is_due = bool(compilation.phases)
         for name, module in executor.modules.items():
             block = executor.program.blocks[name]
-            if block.role.value in phases and is_compiled(block) and isinstance(module, fx.GraphModule):
-                self.blocks[name] = CheckedBlock(block, module, transport, backend, strict)
+            goes = block.role.value in compilation.phases and is_compiled(block)
+            if goes and isinstance(module, fx.GraphModule):
+                self.blocks[name] = CheckedBlock(block, module, transport, compilation.backend, compilation.strict)
 
     def prepare(self) -> None:
         """Compile, once, before anything runs; all ranks of the job must call.

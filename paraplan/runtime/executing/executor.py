@@ -187,13 +187,7 @@ class Executor:
                     self._accumulate(step)
                     observer.taken("accumulate")
                 elif kind in MESSAGES:
-                    if kind is StepKind.AWAIT:
-                        handle = self._messages.pop((step.transfer, step.microbatch))
-                        while not self.port.ready(handle):
-                            yield
-                        del handle
-                    else:
-                        self._begin_message(step)
+                    yield from self._exchange(step)
                     observer.made([self.outer[name] for name in step.outs if name is not None])
                     self._drop(step)
                     observer.taken(kind.value, self.program.transfers[step.transfer].message)
@@ -211,6 +205,15 @@ class Executor:
                 self._give_up()
                 index = self._player.index if plays else _failed_instr(fault, self.modules.get(step.block))
                 raise self._failure(step, index, fault) from fault
+
+    def _exchange(self, step: Step) -> Recording:
+        """Begin a message, or wait for one."""
+        if step.kind is StepKind.AWAIT:
+            handle = self._messages.pop((step.transfer, step.microbatch))
+            while not self.port.ready(handle):
+                yield
+        else:
+            self._begin_message(step)
 
     def _update(self, step: Step) -> None:
         if step.staged is not None:

@@ -44,6 +44,37 @@ def make_optimizer(
         PlanMismatchError: it is no torch optimizer, or on this plan's shards it is another optimizer than on whole
             tensors.
     """
+    made = _called(rank, cls, groups, params, options)
+    name = type(made).__name__
+    held = holdings(rank.plan)
+    own = {id(param) for group in made.param_groups for param in group["params"]}
+    names = {name for name, param in rank.params.items() if params is None or id(param) in own}
+    trained = names if params is not None else {each for holding in held for each in holding.trained}
+    if sum(holding.mesh.size for holding in held) > 1 or any(rank.tiers.values()) or rank.staged:
+        dims = {len(rank.plan.program.params[each].spec.shape) for each in trained}
+        like = next((x.detach() for group in made.param_groups for x in group["params"]), None)
+        if like is not None:
+            asked = _Asked(cls, options, made.param_groups, dims, torch.empty(0, dtype=like.dtype, device=like.device))
+            _refuse_coupled(rank, name, couplings.of(asked), trained)
+    if len(held) > 1 or any(_cut(each, rank.stage) for each in rank.params):
+        rank.notice_writes(True)
+        made.register_step_pre_hook(lambda *_: _warn_of_grads(rank))
+    fused = FusedUpdates(rank, made, params is not None) if type(made) in KERNELS else None
+    _warn_of_memory(rank.plan.optimizer, made, fused)
+    warned: list[bool] = []
+    made.register_step_post_hook(lambda *_: None if warned else warned.extend([True] * _warn_of_states(rank, made)))
+    rank.train_with(made)
+    return made
+
+
+def _called(
+    rank: Rank,
+    cls: Any,
+    groups: Sequence[Mapping[str, Any]] | None,
+    params: GroupMaker | None,
+    options: Mapping[str, Any],
+) -> torch.optim.Optimizer:
+    """The optimizer that a class makes over a rank's parameters, refused where the plan cannot train with it."""
     if rank.optimizers and (rank.staged or rank.late):
         raise PlanMismatchError(
             "the trainer has an optimizer already, and states that are brought to their update, or updated one step "
@@ -70,24 +101,6 @@ def make_optimizer(
                 "the device (place_states='device')"
             )
         made.register_step_pre_hook(lambda _, args, kwargs: _check_closure(name, args[1:], kwargs))
-    held = holdings(rank.plan)
-    own = {id(param) for group in made.param_groups for param in group["params"]}
-    names = {name for name, param in rank.params.items() if params is None or id(param) in own}
-    trained = names if params is not None else {each for holding in held for each in holding.trained}
-    if sum(holding.mesh.size for holding in held) > 1 or any(rank.tiers.values()) or rank.staged:
-        dims = {len(rank.plan.program.params[each].spec.shape) for each in trained}
-        like = next((x.detach() for group in made.param_groups for x in group["params"]), None)
-        if like is not None:
-            asked = _Asked(cls, options, made.param_groups, dims, torch.empty(0, dtype=like.dtype, device=like.device))
-            _refuse_coupled(rank, name, couplings.of(asked), trained)
-    if len(held) > 1 or any(_cut(each, rank.stage) for each in rank.params):
-        rank.notice_writes(True)
-        made.register_step_pre_hook(lambda *_: _warn_of_grads(rank))
-    fused = FusedUpdates(rank, made, params is not None) if type(made) in KERNELS else None
-    _warn_of_memory(rank.plan.optimizer, made, fused)
-    warned: list[bool] = []
-    made.register_step_post_hook(lambda *_: None if warned else warned.extend([True] * _warn_of_states(rank, made)))
-    rank.train_with(made)
     return made
 
 

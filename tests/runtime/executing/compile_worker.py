@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.execution.rank_program import InstrKind
-from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.executing.compiled import Compilation
+from paraplan.runtime.trainer import Trainer, TrainerOptions
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.launch import init_distributed, leave_job
 from tests.runtime import plans
@@ -24,10 +25,12 @@ from tests.runtime import plans
 SEED = 0
 
 
-def trainer_of(transport: DistributedTransport, **options: Any) -> Trainer:
+def trainer_of(transport: DistributedTransport, *compilation: Any) -> Trainer:
     plan, programs = plans.planned(SEED)
     modules = build_modules(programs[0], transport.groups)
-    return Trainer(plan, programs, modules, plans.net(), transport, **options)
+    return Trainer(
+        plan, programs, modules, plans.net(), transport, TrainerOptions(compilation=Compilation(*compilation))
+    )
 
 
 def failing(rank: int, bad: int, fault: str) -> Callable[..., Any]:
@@ -54,7 +57,7 @@ def main() -> None:
     for fault in ("", "compiling", "wrong"):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            trainer = trainer_of(transport, compile_phases=("F", "B"), compile_backend=failing(rank, 1, fault))
+            trainer = trainer_of(transport, ("F", "B"), failing(rank, 1, fault))
             assert all(torch.equal(trainer.step(plans.batch(step)), wanted[step]) for step in range(2))
         reasons = trainer.compiled
         assert reasons and all(bool(why) == bool(fault) for why in reasons.values()), reasons
@@ -66,9 +69,7 @@ def main() -> None:
             )
         if fault == "wrong" and rank == 0:
             assert set(reasons.values()) == {"rank 1 found a difference"}
-    strict = trainer_of(
-        transport, compile_phases=("F",), compile_backend=failing(rank, 1, "compiling"), compile_strict=True
-    )
+    strict = trainer_of(transport, ("F",), failing(rank, 1, "compiling"), True)
     try:
         strict.step(plans.batch())
     except CodegenError as error:

@@ -18,7 +18,7 @@ from paraplan.runtime.executing import instructions
 from paraplan.runtime.executing.executor import Executor
 from paraplan.runtime.executing.stepping import make_executors, step_together
 from paraplan.runtime.in_process import InProcessTrainer
-from paraplan.runtime.trainer import Trainer
+from paraplan.runtime.trainer import Trainer, TrainerOptions
 from paraplan.runtime.transport.collectives import IMPLEMENTATIONS
 from paraplan.runtime.transport.distributed import DistributedTransport
 from paraplan.runtime.transport.launch import init_distributed, leave_job
@@ -92,7 +92,7 @@ def train(seed: int, record: bool, folder: Path) -> None:
     plan, programs = plans.planned(seed)
     transport = DistributedTransport(plan.stages[0].mesh)
     modules = build_modules(programs[0], transport.groups)
-    trainer = Trainer(plan, programs, modules, plans.net(), transport, record=record)
+    trainer = Trainer(plan, programs, modules, plans.net(), transport, TrainerOptions(record=record))
     local = InProcessTrainer(plan, programs, plans.emitted(programs), plans.net())
     optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0)

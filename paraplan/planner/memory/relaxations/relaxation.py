@@ -142,11 +142,17 @@ def build_relaxation(
     every: bool = False,
     near: bool = True,
 ) -> Relaxation:
-    """The program for some instants (ascending, each once).
+    """The program for some instants.
 
-    `rerun`: whether anything may be made again; `integral`: with no continuous column, for solvers that want none, and
-    with the bytes between instants (`bursts`), at `every` op or at those that need much, and
-    `near`, with reruns far from an instant cut off.
+    Args:
+        arrays: of the memory problem.
+        instants: ascending, each once.
+        budget_bytes: on the device.
+        tiers: where tensors may be copied to.
+        rerun: whether anything may be made again.
+        integral: with no continuous column, for solvers that want none, and with the bytes between instants (`bursts`).
+        every: those at every op, not only at ops that need much.
+        near: with reruns far from an instant cut off.
     """
     builder = MilpBuilder()
     builder.add_columns(1, lower=1.0, upper=1.0, integer=integral, objective=1.0)  # every op once: gaps are of the step
@@ -183,14 +189,7 @@ def build_relaxation(
         rows.reruns(k, instant)
         if k + 1 < len(instants):
             rows.carried(k, instant)
-        at = np.flatnonzero(resident[k] >= 0)
-        room = budget_bytes - arrays.base - int(arrays.workspace[instant])
-        unit = float(max(budget_bytes, 1))
-        builder.add_row(
-            resident[k, at],
-            _down(arrays.nbytes[at] / unit, _BYTES),
-            upper=-float(_down(np.array(-room / unit), _BYTES)),
-        )
+        rows.room(k, instant, budget_bytes)
     stays = np.full(shape[0], -1, np.int64)
     if integral:
         stays = add_bursts(builder, arrays, instants, resident, again, budget_bytes, every)
@@ -249,6 +248,17 @@ class _Rows:
         """What is resident at the next instant was at this one, or is made again."""
         read = np.flatnonzero((self.resident[k + 1] >= 0) & (self.arrays.maker <= instant))
         self._at_least(k, read, self.resident[k + 1, read])
+
+    def room(self, k: int, instant: int, budget_bytes: int) -> None:
+        """What is resident at the instant fits beside what its op allocates."""
+        at = np.flatnonzero(self.resident[k] >= 0)
+        room = budget_bytes - self.arrays.base - int(self.arrays.workspace[instant])
+        unit = float(max(budget_bytes, 1))
+        self.builder.add_row(
+            self.resident[k, at],
+            _down(self.arrays.nbytes[at] / unit, _BYTES),
+            upper=-float(_down(np.array(-room / unit), _BYTES)),
+        )
 
     def _at_least(self, k: int, tensors: Ints, other: Ints | None) -> None:
         """resident[k, v] + again[k, maker v] + back[k, v] >= the other column, or 1."""
