@@ -23,9 +23,10 @@ from tests.rules.examples import Example, whole_first
 from .cases import Case, all_cases
 from .cases_float8 import float8_cases
 from .cases_indexing import more_cases
+from .cases_loops import loop_cases
 from .cases_vision import channels_last_cases, vision_cases
 
-CASES = {**all_cases(), **more_cases(), **vision_cases(), **float8_cases()}
+CASES = {**all_cases(), **more_cases(), **vision_cases(), **float8_cases(), **loop_cases()}
 for images, more in channels_last_cases().items():
     CASES[images] = [*CASES[images], *more]
 ALL = [
@@ -174,7 +175,8 @@ def test_which_ops_take_padding() -> None:
         assert taken[target] == "all", target
     for target in ("paraplan.attention_grad", "aten.amax.default"):
         assert taken[target] == "some", target
-    for target in ("paraplan.experts", "paraplan.conv", "paraplan.group_norm", "paraplan.index", "aten.gather.default"):
+    for target in ("paraplan.experts", "paraplan.conv", "paraplan.group_norm", "paraplan.index", "aten.gather.default",
+                   "paraplan.scan"):  # fmt: skip
         assert taken[target] == "-", target
 
 
@@ -208,6 +210,7 @@ def test_partial_maxima_are_reduced_at_once() -> None:
         ),
         ("aten.relu.default", ["-", "a", "b"]),
         ("aten.add.Tensor", ["-", "a", "b", "+0.1", "+0.1>R", "+0.1>S0", "+0.1>S1"]),
+        ("paraplan.scan", ["-", "l0", "l1"]),
         ("paraplan.ce_loss", ["-", "a", "a>R", "b", "b>R"]),
         ("aten._softmax.default", ["-", "a", "c"]),
         (

@@ -25,6 +25,7 @@ from paraplan.ir.model.graph import Arg, decode_number
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.process.memo import SESSION
 from paraplan.kernels import gpu, reference_kernels
+from paraplan.kernels.scan_kernels import scan
 from paraplan.runtime.executing.products_into import linear_grad_weight_, linear_into_, linear_rows
 from paraplan.runtime.optimizers.grad_norms import magnitude
 from paraplan.runtime.transport.tier_copies import Copier, TierTensor
@@ -272,7 +273,11 @@ _OWN: dict[str, Callable[..., Any]] = {
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
 """The functions above, which lowering itself adds; all they ever make are their results."""
 
-_WORKING: dict[str, Callable[..., Any]] = {"magnitude": magnitude, "linear_grad_weight_": linear_grad_weight_}
+_WORKING: dict[str, Callable[..., Any]] = {
+    "magnitude": magnitude,
+    "linear_grad_weight_": linear_grad_weight_,
+    "scan": scan,
+}
 """Likewise, with workspace."""
 
 
