@@ -20,6 +20,9 @@ from paraplan.lowering import lower
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.sharding.instants import Instant, peak_instant
 
+Budget = int | tuple[int, ...]
+"""Bytes that any device may hold; or, per device, what each may where they differ."""
+
 
 @dataclass(frozen=True)
 class Realised:
@@ -34,6 +37,15 @@ class Realised:
         """The most any rank holds."""
         return max(self.simulation.peak_bytes)
 
+    def over_budget_bytes(self, budget: Budget) -> tuple[int, ...]:
+        """Per rank class, what its ranks hold over what the smallest of their devices may; below 0 where they have
+        room."""
+        return over_budget_bytes(self.plan, self.simulation.peak_bytes, budget)
+
+    def left_bytes(self, budget: Budget) -> int:
+        """What the fullest device leaves of its budget; below 0 where it holds more."""
+        return -max(self.over_budget_bytes(budget))
+
     @property
     def over_bytes(self) -> dict[str, int]:
         """Per tier that holds more than there is room for on it, by how much."""
@@ -45,6 +57,16 @@ class Realised:
     def peak(self) -> Instant | None:
         """Where; None where that is not inside a segment."""
         return peak_instant(self.programs, self.simulation)
+
+
+def over_budget_bytes(plan: Plan, held_bytes: tuple[int, ...], budget: Budget) -> tuple[int, ...]:
+    """Per rank class, what its ranks hold, as given, over what the smallest of their devices may."""
+    if isinstance(budget, int):
+        return tuple(held - budget for held in held_bytes)
+    least = [max(budget)] * len(held_bytes)
+    for of, nbytes in zip(plan.schedule.rank_class, budget, strict=True):
+        least[of] = min(least[of], nbytes)
+    return tuple(held - nbytes for held, nbytes in zip(held_bytes, least, strict=True))
 
 
 def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:

@@ -143,8 +143,8 @@ class JointSearch:
         With its own certificate where that is nothing, where the schedule is searched (its orders are no named one's),
         and where the plan is outside of the space and faster.
         """
-        if self.job.compiled or self.constraints.schedule == SEARCHED:
-            return best
+        if self.job.compiled or self.constraints.schedule == SEARCHED or len(self.job.cluster.groups) > 1:
+            return best  # positions of other groups may be faster than those of the first, of which the bound is
         cut = [(stage.first, stage.stop) for stage in best.stages]
         bound = SpaceBound(self.job, self.constraints, self.budget, self.pricing.position, self.pricing.way_of, cut)
         stop = time.perf_counter() + max(PROVED_SHARE * self.deadline.limit_s, 1.0)
