@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import paraplan as pp
-from paraplan.capture.register import apply_annotation, work_terms
+from paraplan.capture.apply_registered import apply_annotation, work_terms
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.model.graph import Op
 from paraplan.ir.model.op_rule import WorkTerm, amount_of, fit_amount
