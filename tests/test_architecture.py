@@ -107,6 +107,8 @@ LABELLED = (
     "ir/model/sources",
     "api",
 )
+NUMBERS = "report/html.py"
+"""Where a table's head says by "#" that its column is of numbers."""
 MODULE_NAME = re.compile(r"paraplan(\.[a-z_0-9]+)+")
 MAX_FILES, MAX_LEVELS = 15, 4
 MOST_UNFORMATTED = 40
@@ -291,7 +293,10 @@ def takes_too_many(module: Module) -> Iterator[str]:
 
 
 def reads_labels(module: Module) -> Iterator[str]:
-    """Labels of blocks and actions are for people; what a block or a step is, it says in fields."""
+    """Labels of blocks, actions and streams are for people; what such a thing is, it says in fields.
+
+    So do an instruction's arguments and a strategy's key, whose text is read in one place.
+    """
     if not module.path.startswith(LABELLED):
         return
     for node in module.nodes:
@@ -301,8 +306,11 @@ def reads_labels(module: Module) -> Iterator[str]:
             read = node.comparators[0] if isinstance(node.ops[0], ast.In | ast.NotIn) else node.left
         else:
             continue
-        if (name := dotted(read)) and name.endswith((".block", "block.name", ".action")):
-            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Block.kind or Step.phase"
+        if (name := dotted(read)) and name.endswith((".block", "block.name", ".action", "stream", "channel")):
+            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Step.phase, Stream.kind ..."
+        for given in node.args if isinstance(node, ast.Call) else ():
+            if isinstance(given, ast.Constant) and given.value in ("%", "#", "~", ">") and module.path != NUMBERS:
+                yield f"{module.path}:{node.lineno} reads {given.value!r}; ask arg_kind(), arg_text() or axis_parts()"
 
 
 def caches_beside_the_session(module: Module) -> Iterator[str]:

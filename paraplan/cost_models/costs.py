@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 
 from paraplan.cost_models.communication.collectives import input_bytes_of
-from paraplan.cost_models.communication.move_costs import IN, OUT, Moves, copy_stream
+from paraplan.cost_models.communication.move_costs import Moves
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.cost_models.ops.product_shapes import Outs, Specs
 from paraplan.cost_models.ops.roofline import (
@@ -29,6 +29,7 @@ from paraplan.cost_models.ops.roofline import (
 from paraplan.cost_models.profiles.curves import Curve
 from paraplan.cost_models.profiles.measured import MEASURED, MODELLED, MeasuredTimes, times_of
 from paraplan.ir.execution.rank_program import GROW, PUT, ROOM, SUM, SUMMED, Block, Instr, InstrKind, LocalValue
+from paraplan.ir.execution.streams import COMPUTE, IN, OUT, Stream, copy_stream
 from paraplan.ir.machine.cluster import ClusterSpec, Device
 from paraplan.ir.machine.kernel_choice import OpCall
 from paraplan.ir.machine.mesh import Mesh
@@ -36,8 +37,6 @@ from paraplan.ir.model.graph import Arg, refs
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
 from paraplan.rules.device_kernels.kernel_counts import launch_count
 
-COMPUTE = "compute"
-UPDATE = "update"
 FILL_TAIL = "paraplan.fill_tail_"
 
 
@@ -252,7 +251,7 @@ class Costs:
         sent = block.values[next(refs((instr.args, tuple(instr.kwargs.values()))))]
         return self.moves.taken_s(instr.target, instr.axis, input_bytes_of(instr.target, instr.args, sent))
 
-    def stream(self, instr: Instr) -> str:
+    def stream(self, instr: Instr) -> Stream:
         """The stream an instruction runs on: "compute", "comm:in_node", "comm:between_nodes", or a copy's."""
         if instr.kind is InstrKind.COPY:
             return copy_stream(instr.tier, OUT if instr.target in ("offload", "store", "keep") else IN)
@@ -262,11 +261,6 @@ class Costs:
 def _work(target: str, flag: int, inputs: Specs, outputs: Outs, registered: tuple[float, float] | None) -> OpWork:
     registered_work = None if registered is None else registered_work_of(registered, inputs, outputs)
     return registered_work or work_of(target, flag, inputs, outputs)
-
-
-def update_stream(tier: str) -> str:
-    """The stream of updates done on a tier: "update:host"."""
-    return f"{UPDATE}:{tier}"
 
 
 def lowered_op(block: Block, instr: Instr) -> OpTime | None:

@@ -8,43 +8,12 @@ that come to their update in runs as large as bundles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
-from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulator.simulate import Simulation
-from paraplan.ir.execution.rank_program import RankProgram
-from paraplan.ir.plan import Plan
-from paraplan.lowering import lower
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.planner.assemble import Decisions, Job, assemble
-from paraplan.planner.sharding.instants import Instant, peak_instant
-
-
-@dataclass(frozen=True)
-class Realised:
-    """A plan, its programs per rank class, and what the simulator says of them."""
-
-    plan: Plan
-    programs: tuple[RankProgram, ...]
-    simulation: Simulation
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most any rank holds."""
-        return max(self.simulation.peak_bytes)
-
-    @property
-    def over_bytes(self) -> dict[str, int]:
-        """Per tier that holds more than there is room for on it, by how much."""
-        devices = tuple(device for stage in self.plan.stages for mesh in stage.meshes for device in mesh.devices)
-        over = {t: n - self.plan.cluster.room_bytes(t, devices) for t, n in self.simulation.tier_peak_bytes.items()}
-        return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
-
-    @property
-    def peak(self) -> Instant | None:
-        """Where; None where that is not inside a segment."""
-        return peak_instant(self.programs, self.simulation)
 
 
 def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:
@@ -68,9 +37,3 @@ def lean(decisions: Decisions) -> Decisions:
 
 def _realise(job: Job, decisions: Decisions) -> Realised:
     return realised(assemble(job, decisions))
-
-
-def realised(plan: Plan) -> Realised:
-    """A plan, lowered and simulated."""
-    programs = lower(plan)
-    return Realised(plan, programs, simulate_plan(plan, programs))

@@ -24,7 +24,7 @@ from paraplan.ir.model.graph import Graph, Op, map_refs
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.process.memo import SESSION
 from paraplan.rules.carried_rules import definition_of
-from paraplan.rules.choices import AxisChoice, axis_choices, mesh_choices, ring_choices
+from paraplan.rules.choices import AxisChoice, axis_choices, axis_part, axis_parts, mesh_choices, ring_choices
 from paraplan.rules.dims import RING, ROUTING, STRIPES, WHOLE, OpDims, replicated
 from paraplan.rules.expansions.overlap import GATHER, SCATTER, parse_pieces, pieces_choice
 
@@ -60,7 +60,7 @@ class Strategy:
 
 def is_expanded(part: str) -> bool:
     """Whether a strategy's part along an axis takes several instructions."""
-    return part.split(">")[0].split(".")[0] in EXPANDED
+    return axis_part(part).does.split(".")[0] in EXPANDED
 
 
 def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
@@ -155,7 +155,7 @@ def choices_named(op: Op, values: dict[str, TensorSpec], key: str) -> tuple[Axis
     """
     dims, found = dims_of(op, values), []
     named = {choice.key: choice for choice in mesh_choices(dims)}
-    for part in (part.split(">")[0] for part in key.split("|") if part):
+    for part in (part.does for part in axis_parts(key) if part.does):
         choice = named.get(part) or pieces_choice(op, dims, part, 1)
         if choice is None:
             raise KeyError(f"{op.target} has no strategy {part!r}; it has {', '.join(named)}")
@@ -209,10 +209,10 @@ def strategy_named(
     num_microbatches: int = 1,
 ) -> Strategy | None:
     """The legal strategy with a key, found without listing the others; None where there is none."""
-    parts = key.split("|")
+    parts = axis_parts(key)
     if mesh_shape and len(parts) != len(mesh_shape):
         return None
-    only = tuple(frozenset({part.split(">")[0]}) for part in parts) if mesh_shape else ()
+    only = tuple(frozenset({part.does}) for part in parts) if mesh_shape else ()
     legal = op_strategies(op, values, mesh_shape, micro, num_microbatches, only)
     return next((strategy for strategy in legal if strategy.key == key), None)
 

@@ -15,12 +15,11 @@ from paraplan.cost_models.profiles.curves import Curve
 from paraplan.cost_models.profiles.measured import MeasuredTimes
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.rank_program import Transfer
+from paraplan.ir.execution.streams import Stream, comm_stream
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.machine.tiers import TIERS
 
-COPY = "copy"
-OUT, IN = "out", "in"
 _MANY = 1 << 50  # bytes of a collective beside which no latency counts
 
 
@@ -48,9 +47,9 @@ class Moves:
         return tuple(axis_link(self.cluster, self.mesh, axis) for axis in range(len(self.mesh.shape)))
 
     @cached_property
-    def comm_streams(self) -> tuple[str, ...]:
+    def comm_streams(self) -> tuple[Stream, ...]:
         """The stream each mesh axis communicates on."""
-        return tuple(f"comm:{link.level}" for link in self.links)
+        return tuple(comm_stream(link.level) for link in self.links)
 
     def collective_s(self, target: str, axis: int, input_bytes: int) -> float:
         """Seconds of a collective over a mesh axis; input_bytes is what one rank puts in (see `collectives`).
@@ -169,8 +168,3 @@ class Moves:
             ]
             rate = self._carried[memory] = min((each for each in rates if each), default=math.inf)
         return rate
-
-
-def copy_stream(tier: str, way: str) -> str:
-    """The stream of copies to (`OUT`) or from (`IN`) a tier: "copy:host:out"."""
-    return f"{COPY}:{tier}:{way}"

@@ -17,6 +17,7 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, RankProgram, Step, StepKind, Transfer
+from paraplan.ir.execution.streams import Channel
 from paraplan.ir.machine.mesh import R
 from paraplan.ir.model.strides import is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
@@ -215,9 +216,9 @@ def in_order(built: Mapping[tuple[str, ...], RankProgram]) -> dict[tuple[str, ..
     Raises:
         InvalidPlanError: a message is sent and not received, or received and not sent.
     """
-    sent: dict[str, list[tuple[str, int]]] = {}
+    sent: dict[Channel, list[tuple[str, int]]] = {}
     for program in built.values():
-        orders: dict[str, list[tuple[str, int]]] = {}
+        orders: dict[Channel, list[tuple[str, int]]] = {}
         for step in program.steps:
             if step.kind is StepKind.SEND:
                 transfer = program.transfers[step.transfer]
@@ -233,9 +234,9 @@ def in_order(built: Mapping[tuple[str, ...], RankProgram]) -> dict[tuple[str, ..
     return {actions: _reordered(program, sent) for actions, program in built.items()}
 
 
-def _reordered(program: RankProgram, sent: Mapping[str, list[tuple[str, int]]]) -> RankProgram:
+def _reordered(program: RankProgram, sent: Mapping[Channel, list[tuple[str, int]]]) -> RankProgram:
     """The program with its receives in order."""
-    places: dict[str, dict[tuple[str, int], list[int]]] = {}
+    places: dict[Channel, dict[tuple[str, int], list[int]]] = {}
     for position, step in enumerate(program.steps):
         if step.kind is StepKind.RECV:
             transfer = program.transfers[step.transfer]

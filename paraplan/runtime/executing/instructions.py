@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.model.graph import Arg, decode_number
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, decode_number
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.process.memo import SESSION
 from paraplan.kernels import gpu, reference_kernels
@@ -328,7 +328,7 @@ def decode_literal(arg: Arg) -> Any:
     """ ":float32" to a dtype, other ":text" to text, "~inf" to a float; everything else is itself."""
     if not isinstance(arg, str):
         return arg
-    if arg.startswith("~"):
+    if arg_kind(arg) is ArgKind.NUMBER:
         return decode_number(arg)
-    text = arg[1:]
+    text = arg_text(arg)
     return getattr(torch, text) if text in DTYPE_BYTES else text
