@@ -60,7 +60,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "plan_options": ("ir", "planner.constraints"),
     "api": (*BELOW_THE_API, "baselines"),
     "fitting": (*BELOW_THE_API, "api"),
-    "explaining": ("ir", "planner", "report", "api"),
+    "explaining": ("ir", "cost_models.realised_plan", "planner", "report", "api"),
     "comparing": ("ir", "rules", "planner", "baselines", "api", "plan_options"),
     "terminal": ("ir", "capture", "report", "jobs", "plan_options", "cost_models"),
     "cli": (
