@@ -106,13 +106,12 @@ def op_strategies(
     inputs = tuple(values[name] for name in op.tensors)
     outputs = tuple(None if name is None else values[name] for name in op.outs)
     micro_dim = micro.dim if micro is not None else ""
-    extended = (num_microbatches, *mesh_shape)
     found: dict[str, Strategy] = {}
     turns = dims.ring.turns if dims.ring is not None else ""
     choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
     if turns and micro_dim == turns:
         choices = [choice for choice in choices if not is_expanded(choice.key)]
-    shardable = _Shardable(micro, extended)
+    shardable = _Shardable(micro, (num_microbatches, *mesh_shape))
     ends: dict[object, list[tuple[tuple[str, ...], tuple[Layout | None, ...]]]] = {}
     for combo in itertools.product(*_by_axis(op, dims, choices, mesh_shape, only)):
         if not _divides(dims, combo, mesh_shape, micro_dim, num_microbatches):
