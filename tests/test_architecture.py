@@ -107,6 +107,12 @@ LABELLED = (
     "ir/model/sources",
     "api",
 )
+DOCUMENTED = (
+    *("api", "fitting", "explaining", "comparing", "codegen/", "cost_models/", "report/", "ir/machine/"),
+    *("capture/register.py", "runtime/trainer", "jobs/run.py", "jobs/trainers.py", "planner/search.py"),
+    *("planner/fits.py", "planner/certificate.py", "planner/evaluate_plan.py", "lowering/lower_rank.py"),
+)
+OWN = ("self", "cls")
 NUMBERS = "report/html.py"
 """Where a table's head says by "#" that its column is of numbers."""
 MODULE_NAME = re.compile(r"paraplan(\.[a-z_0-9]+)+")
@@ -292,6 +298,20 @@ def takes_too_many(module: Module) -> Iterator[str]:
             yield f"{module.path}:{function.lineno} {function.name}() takes {count} parameters, over {MAX_PARAMETERS}"
 
 
+def says_nothing_of_parameters(module: Module) -> Iterator[str]:
+    """A public function of several parameters has a word on each."""
+    if not module.path.startswith(DOCUMENTED):
+        return
+    classes = [node for node in module.tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for function in (node for of in (module.tree, *classes) for node in of.body if isinstance(node, ast.FunctionDef)):
+        args = function.args
+        names = [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs) if each.arg not in OWN]
+        said = ast.get_docstring(function) or ""
+        missing = [name for name in names if not re.search(rf"\b{name}\b.*:", said.partition("Args:")[2])]
+        if len(names) > 2 and missing and not function.name.startswith("_"):
+            yield f"{module.path}:{function.lineno} {function.name}() says nothing of {', '.join(missing)} under Args:"
+
+
 def reads_labels(module: Module) -> Iterator[str]:
     """Labels of blocks, actions and streams are for people; what such a thing is, it says in fields.
 
@@ -346,6 +366,9 @@ RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     file_is_too_long: Module("ir/x.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
     reads_labels: Module("report/x.py", "step.block.split('.')[0]\nstep.block in program.blocks"),
     caches_beside_the_session: Module("ir/x.py", "@lru_cache(3)\ndef f(): pass"),
+    says_nothing_of_parameters: Module(
+        "api.py", 'def f(a, b, c):\n    """F.\n\n    Args:\n        a, b: numbers.\n    """'
+    ),
     takes_too_many: Module(
         "ir/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, **i): pass\n    def g(self, *i): pass"
     ),

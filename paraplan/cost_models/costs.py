@@ -92,10 +92,11 @@ class Costs:
         outputs: Outs,
         registered: tuple[float, float] | None = None,
     ) -> float:
-        """Seconds of one op on local shapes; see `ops.op_cost` for the arguments.
+        """Seconds of one op on local shapes.
 
-        `registered`: (flops, bytes moved) as the user says; bytes below 0: those of its inputs and outputs.
-
+        Args:
+            target, args, kwargs, inputs, outputs: as of `ops.op_cost`.
+            registered: (flops, bytes moved) as the user says; bytes below 0: those of its inputs and outputs.
         Raises:
             CostModelError: a device has no rate for the dtype.
         """
@@ -152,6 +153,10 @@ class Costs:
         """Seconds of the optimizer's update of parameters of these sizes, which reads and writes so much in all.
 
         Where measured: one parameter after another on a CPU, all at once elsewhere. Else one fused kernel.
+
+        Args:
+            param_bytes: of every parameter.
+            read_bytes, write_bytes: of all of them, with gradients and states.
         """
         curve = self._update
         if curve is None:
@@ -160,7 +165,12 @@ class Costs:
         return sum(map(curve.at, param_bytes)) if alone else curve.at(sum(param_bytes))
 
     def update_share_s(self, param_bytes: int, read_bytes: int, write_bytes: int) -> float:
-        """The least that one more parameter adds to an update."""
+        """The least that one more parameter adds to an update.
+
+        Args:
+            param_bytes: of the parameter.
+            read_bytes, write_bytes: of it, its gradient and its states.
+        """
         if self._update is None:
             return self.memory_s(read_bytes, write_bytes) - self.memory_s(0, 0)
         return self._update.least_ratio * param_bytes

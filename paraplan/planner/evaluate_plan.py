@@ -17,7 +17,13 @@ from paraplan.planner.assemble import Decisions, Job, assemble
 
 
 def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:
-    """The plan of these decisions where it fits so; else the leaner of it and of `lean`."""
+    """The plan of these decisions where it fits so; else the leaner of it and of `lean`.
+
+    Args:
+        job: what is planned.
+        decisions: made for it.
+        limit_bytes: that a device may hold.
+    """
     found = _realise(job, decisions)
     if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found

@@ -92,7 +92,13 @@ def _placement_words(placement: Placement, axis: str) -> str:
 
 
 def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
-    """A parameter's three layouts in one phrase: "split over tp (dim 0) and ZeRO-3 over dp and pod"."""
+    """A parameter's three layouts in one phrase: "split over tp (dim 0) and ZeRO-3 over dp and pod".
+
+    Args:
+        layouts: of the parameter.
+        used: the layout its ops read it in; None where no op reads it.
+        mesh: of its stage.
+    """
     stored, grad, state = (parse_layout(text) for text in (layouts.stored, layouts.grad, layouts.state))
     found: dict[str, list[str]] = {}
     for index, axis in enumerate(mesh.axes):

@@ -126,6 +126,12 @@ def refuse_dtype(name: str, given: torch.dtype, wanted: torch.dtype, captured: s
 
     Signed integers are widened, and under fp64 floats, which it widens the captured batch's to as well.
 
+    Args:
+        name: of the input.
+        given: its dtype in this batch.
+        wanted: that the program reads.
+        captured: words for where the other dtype is from, for the error.
+        precision: of the program.
     Raises:
         PlanMismatchError: names the input and both dtypes.
     """

@@ -54,6 +54,10 @@ class Moves:
     def collective_s(self, target: str, axis: int, input_bytes: int) -> float:
         """Seconds of a collective over a mesh axis; input_bytes is what one rank puts in (see `collectives`).
 
+        Args:
+            target: the collective's name.
+            axis: number of the mesh axis.
+            input_bytes: what one rank puts in (see `collectives`).
         Raises:
             CostModelError: no such collective or axis, or negative bytes.
         """
@@ -71,6 +75,8 @@ class Moves:
     def taken_s(self, target: str, axis: int, input_bytes: int) -> float:
         """Of the compute stream's time, what a collective takes for itself: its call, and a share of what is left.
 
+        Args:
+            target, axis, input_bytes: as of `collective_s`.
         Raises:
             CostModelError: see `collective_s`.
         """
@@ -91,6 +97,9 @@ class Moves:
     def taken_share_s(self, target: str, axis: int, input_bytes: int) -> float:
         """The least of it that a tensor adds to a collective that it shares with others.
 
+        Args:
+            target, axis: as of `collective_s`.
+            input_bytes: of the tensor alone.
         Raises:
             CostModelError: see `collective_s`.
         """
@@ -112,6 +121,9 @@ class Moves:
     def collective_share_s(self, target: str, axis: int, input_bytes: int) -> float:
         """The least a tensor adds to a collective that it shares with others: its bytes at the best rate, no latency.
 
+        Args:
+            target, axis: as of `collective_s`.
+            input_bytes: of the tensor alone.
         Raises:
             CostModelError: see `collective_s`.
         """
@@ -142,8 +154,9 @@ class Moves:
     def copy_s(self, tier: str, nbytes: int, from_host: bool = False, both_ways: bool = False) -> float:
         """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).
 
-        `both_ways`: as much goes the other way beside it, and the host's memory, shared by its devices, carries both.
-
+        Args:
+            tier, nbytes, from_host: as there.
+            both_ways: as much goes the other way beside it, and the host's memory, shared by its devices, carries both.
         Raises:
             ClusterError: the cluster describes no such link.
         """

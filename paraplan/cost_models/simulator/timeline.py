@@ -97,14 +97,26 @@ class TimeWalk:
         self._span(step, COMPUTE, begin, now, step.block, busy)
 
     def compute(self, step: Step, seconds: float, label: str) -> None:
-        """Run one kernel outside of blocks."""
+        """Run one kernel outside of blocks.
+
+        Args:
+            step: that it is of.
+            seconds: that it takes.
+            label: of its span.
+        """
         begin = self.clock[COMPUTE]
         self.clock[COMPUTE] = begin + seconds
         self.work[COMPUTE] += seconds
         self._span(step, COMPUTE, begin, begin + seconds, label, seconds)
 
     def update(self, step: Step, stream: Stream, seconds: float) -> None:
-        """An update elsewhere, for which compute stands still."""
+        """An update elsewhere, for which compute stands still.
+
+        Args:
+            step: that it is of.
+            stream: of the tier that updates.
+            seconds: that it takes.
+        """
         now = self.clock[COMPUTE]
         begin = max(now, self.clock.get(stream, 0.0))
         self.clock[COMPUTE] = self.clock[stream] = begin + seconds
@@ -113,7 +125,13 @@ class TimeWalk:
         self._span(step, stream, begin, begin + seconds, "update", seconds)
 
     def late_update(self, step: Step, stream: Stream, seconds: float) -> None:
-        """An update elsewhere, begun beside what follows."""
+        """An update elsewhere, begun beside what follows.
+
+        Args:
+            step: that it is of.
+            stream: of the tier that updates.
+            seconds: that it takes.
+        """
         begin = max(self.clock[COMPUTE], self.clock.get(stream, 0.0))
         self.clock[stream] = begin + seconds
         self.work[stream] = self.work.get(stream, 0.0) + seconds
@@ -130,7 +148,14 @@ class TimeWalk:
             self.clock[COMPUTE] = end
 
     def message(self, step: Step, stream: Stream, label: str, begin: float, end: float) -> None:
-        """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble."""
+        """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble.
+
+        Args:
+            step: that waits.
+            stream: of the messages between the two meshes.
+            label: of its span.
+            begin, end: of the message, in seconds from the step's begin.
+        """
         now = self.clock[COMPUTE]
         if end > now:
             if begin > now:

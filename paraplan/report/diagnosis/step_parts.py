@@ -73,14 +73,23 @@ def breakdowns(
 def critical(
     plan: Plan, programs: Sequence[RankProgram], simulation: Simulation, found: Sequence[Breakdown]
 ) -> Breakdown:
-    """The position that waits least for others, with its work: what it does is what the step takes."""
+    """The position that waits least for others, with its work: what it does is what the step takes.
+
+    Args:
+        plan, programs, simulation: of a plan.
+        found: of every rank class (`breakdowns`).
+    """
     index = min(range(len(found)), key=lambda at: found[at].waits_s)
     work, collectives = time_breakdown(programs[index], simulation.traces[index], plan_costs(plan)[index])
     return msgspec.structs.replace(found[index], work=work, collectives=collectives)
 
 
 def own_compute_s(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation) -> tuple[float, ...]:
-    """Per rank class, seconds of compute, what collectives take of the device left out."""
+    """Per rank class, seconds of compute, what collectives take of the device left out.
+
+    Args:
+        plan, programs, simulation: of a plan.
+    """
     every = zip(programs, simulation.traces, plan_costs(plan), strict=True)
     return tuple(trace.compute_s - sum(taken_s(program, costs).values()) for program, trace, costs in every)
 
@@ -100,6 +109,15 @@ def taken_s(program: RankProgram, costs: Costs) -> dict[Stream, float]:
 def step_parts(
     cluster: ClusterSpec, trace: RankTrace, taken: dict[Stream, float], step_s: float, keeping_s: float | None
 ) -> tuple[StepPart, ...]:
+    """What the step of a rank class goes into, the longest first.
+
+    Args:
+        cluster: of the plan.
+        trace: of the class.
+        taken: per communication stream, what its collectives take of the device (`taken_s`).
+        step_s: of the whole cluster.
+        keeping_s: the compute of the same plan that recomputes nothing; None where it recomputes nothing.
+    """
     stalled: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
     took: dict[str, float] = defaultdict(float)
