@@ -92,7 +92,7 @@ def explain(
         faster=faster(data, plan.programs, made.simulation),
         more_memory=None if more is None else _more_memory(data, more),
         tried=data.tried,
-        why_not=None if other is None or why_not is None else _why_not(data, binding, other, why_not, budget),
+        why_not=None if other is None or why_not is None else _why_not(binding, other, why_not, budget),
         notes=_notes(data, searched=time_limit_s > 0),
     )
 
@@ -133,9 +133,7 @@ def _changed(before: ir_plan.Plan, after: ir_plan.Plan) -> tuple[str, ...]:
     return (*gone, *(f"now {word}" for word in new if word not in old))
 
 
-def _why_not(
-    data: ir_plan.Plan, binding: Breakdown, other: Alternative, asked: Mapping[str, Any], budget: int
-) -> WhyNot:
+def _why_not(binding: Breakdown, other: Alternative, asked: Mapping[str, Any], budget: int) -> WhyNot:
     said = WhyNot(
         asked=_pins(asked),
         kept=_pins(other.kept),

@@ -113,6 +113,11 @@ DOCUMENTED = (
     *("planner/fits.py", "planner/certificate.py", "planner/evaluate_plan.py", "lowering/lower_rank.py"),
 )
 OWN = ("self", "cls")
+REGISTRIES = (
+    *("rules/dims.py", "rules/registered_rules.py", "ir/machine/kernel_choice.py"),
+    "runtime/executing/opaque.py",  # torch's, of ops: for good
+)
+"""Whose containers are filled as modules are imported, and hold no results."""
 NUMBERS = "report/html.py"
 """Where a table's head says by "#" that its column is of numbers."""
 MODULE_NAME = re.compile(r"paraplan(\.[a-z_0-9]+)+")
@@ -338,6 +343,10 @@ def caches_beside_the_session(module: Module) -> Iterator[str]:
     if module.path == "ir/process/memo.py":
         return
     made = [node.value for node in module.tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    for node in made:
+        empty = (isinstance(node, ast.Dict) and not node.keys) or (isinstance(node, ast.List) and not node.elts)
+        if (empty or ast.unparse(node) in ("dict()", "list()", "set()")) and module.path not in REGISTRIES:
+            yield f"{module.path}:{node.lineno} is filled later; use SESSION of ir/process/memo.py"
     for node in (*(of for function in functions(module) for of in function.decorator_list), *made):
         while isinstance(node, ast.Call | ast.Subscript):
             node = node.func if isinstance(node, ast.Call) else node.value

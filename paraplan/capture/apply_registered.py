@@ -45,11 +45,11 @@ MAX_COST_DIMS = 8
 Values = dict[str, TensorSpec]
 
 
-def work_terms(op: Op, values: Values, rule: OpRule) -> dict[str, Amount]:
+def work_terms(op: Op, rule: OpRule) -> dict[str, Amount]:
     """The registered work of an op as amounts over its dims.
 
     Args:
-        op, values: the op and the specs of its graph.
+        op: whose work.
         rule: the op's; its dims are those the amounts are over.
     Raises:
         ConstraintError: the user's function fails, or does not return a number from 0 up.
@@ -143,9 +143,7 @@ def apply_annotation(annotation: Annotation, op: Op, values: Values, place: str)
             group for group in (tuple(position[i] for i in g if i in position) for g in annotation.linear) if group
         ),
         addends=tuple(position[index] for index in annotation.addends if index in position),
-        size_args={
-            dim: _paths(annotation, op, names, fail) for dim, names in annotation.size_args.items() if dim in free
-        },
+        size_args={dim: _paths(op, names, fail) for dim, names in annotation.size_args.items() if dim in free},
     )
     return _with_memory(rule, probe_of(op, values), None if annotation.checked else fail)
 
@@ -187,9 +185,7 @@ def _measure(
             raise fail(f"{name} is {sizes[name]} in one place and {size} in {what} {list(shape)}")
 
 
-def _paths(
-    annotation: Annotation, op: Op, names: Sequence[str], fail: Callable[[str], ConstraintError]
-) -> tuple[ArgPath, ...]:
+def _paths(op: Op, names: Sequence[str], fail: Callable[[str], ConstraintError]) -> tuple[ArgPath, ...]:
     arguments = [argument.name for argument in overload_of(op.target)._schema.arguments]
     found: list[ArgPath] = []
     for name in names:

@@ -107,7 +107,7 @@ def _with_rule(op: Op, graph: Graph, found: dict[str, OpRule], unread: frozenset
         rule = apply_annotation(annotation, op, graph.values, graph.source_of(op))
     else:
         rule = found[rule_key(op, graph.values, unread)]
-    rule = msgspec.structs.replace(rule, **work_terms(op, graph.values, rule))
+    rule = msgspec.structs.replace(rule, **work_terms(op, rule))
     return msgspec.structs.replace(op, rule=rule)
 
 
