@@ -167,6 +167,13 @@ def microbatches(
 
     Those with a home are copied there. Copies to CUDA are begun and not waited for.
 
+    Args:
+        plan: whose batch.
+        stage: what the rank holds.
+        batch: cut for the rank.
+        outer: names that its program reads.
+        device: of the rank.
+        homes: where a step reads its batch, if anywhere.
     Raises:
         PlanMismatchError: it was cut for another number of microbatches.
     """

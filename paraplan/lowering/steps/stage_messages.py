@@ -64,12 +64,22 @@ class StageMessages:
         return [each for each in crossings if each.end == stage and each.message.target == self._group]
 
     def post(self, crossings: Iterable[Crossing], stage: int, m: int, name_of: NameOf) -> None:
-        """Begin to receive what a stage needs for a microbatch."""
+        """Begin to receive what a stage needs for a microbatch.
+
+        Args:
+            crossings: values that go from stage to stage.
+            stage, m: that reads them, and the microbatch.
+            name_of: the outer name of a value.
+        """
         for each in self._due(crossings, stage):
             self.receive(each.message, name_of(each.value, each.message.source), m)
 
     def arrive(self, crossings: Iterable[Crossing], stage: int, m: int, name_of: NameOf) -> list[tuple[str, Name]]:
-        """Wait for what a stage needs for a microbatch; (value, outer name) of each."""
+        """Wait for what a stage needs for a microbatch; (value, outer name) of each.
+
+        Args:
+            crossings, stage, m, name_of: as of `post`.
+        """
         found = []
         for each in self._due(crossings, stage):
             name = name_of(each.value, each.message.source)
@@ -78,7 +88,13 @@ class StageMessages:
         return found
 
     def receive(self, message: Message, name: Name, m: int = -1) -> None:
-        """Begin to receive a message as an outer name, unless that is done."""
+        """Begin to receive a message as an outer name, unless that is done.
+
+        Args:
+            message: to receive.
+            name: that it becomes.
+            m: the microbatch; -1 for none.
+        """
         if (message.name, m) in self._posted:
             return
         whole = self._is_whole(message)
@@ -89,7 +105,11 @@ class StageMessages:
         self._posted[message.name, m] = names
 
     def arrived(self, message: Message, name: Name, m: int = -1) -> None:
-        """Wait for a message and bring it to the layout it is wanted in."""
+        """Wait for a message and bring it to the layout it is wanted in.
+
+        Args:
+            message, name, m: as of `receive`.
+        """
         self.receive(message, name, m)
         names = self._posted.pop((message.name, m))
         for key, part in zip(self._keys(message, sends=False), names, strict=True):
@@ -104,14 +124,28 @@ class StageMessages:
         return len(self._keys(message, sends=False)) == 1 and message.received == message.wanted
 
     def send(self, crossing: Crossing, name: Name, given: Given, m: int) -> None:
-        """Send a value, once all but so many of its messages before are through."""
+        """Send a value, once all but so many of its messages before are through.
+
+        Args:
+            crossing: the value's way.
+            name: of the value.
+            given: the layout and strides it is there in.
+            m: the microbatch.
+        """
         flying = self._flying.setdefault(crossing.message.name, [])
         while len(flying) >= max(1, abs(crossing.end - crossing.begin)):
             self._await(flying.pop(0))
         self.send_now(crossing.message, name, given, m)
 
     def send_now(self, message: Message, name: Name, given: Given, m: int = -1) -> None:
-        """Send a value."""
+        """Send a value.
+
+        Args:
+            message: to send.
+            name: of the value.
+            given: the layout and strides it is there in.
+            m: the microbatch; -1 for none.
+        """
         block = self._packing(message, given)
         if block is not None:
             packed = name.packed(message.target)

@@ -108,7 +108,13 @@ def _count(layout: list[Placement], shape: Dims, dim: int) -> int:
 
 @SESSION.cached(4096)
 def ends_of(message: Message, source: Mesh, target: Mesh, m: int) -> Ends:
-    """Who sends which part of a message to whom."""
+    """Who sends which part of a message to whom.
+
+    Args:
+        message: what is sent, and its layouts at both ends.
+        source, target: the meshes.
+        m: number of microbatches.
+    """
     channel = Channel(source.devices[0], target.devices[0])
     spec, name = message.spec, message.name
 
