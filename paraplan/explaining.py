@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from paraplan.api import Plan, Progress
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.options import keywords_of
@@ -21,7 +22,7 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.alternatives.replan import Alternative, WithMore, alternative, constraints_of, with_more_memory
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.report.diagnosis.faster import faster
-from paraplan.report.diagnosis.memory_use import Priced, keeping_compute_s, memory_use, priced, priced_without, saving
+from paraplan.report.diagnosis.memory_use import keeping_compute_s, memory_use, priced_without, saving
 from paraplan.report.diagnosis.records import (
     AS_FAST,
     CONTRADICTS,
@@ -72,7 +73,7 @@ def explain(
     tell = progress or (lambda text: None)
     tell("simulating")
     data, asked = plan.data, constraints_of(plan.data)
-    made = Priced(data, plan.programs, plan.simulate())
+    made = Realised(data, plan.programs, plan.simulate())
     budget = device_budget(data.cluster, asked)
     others = priced_without(data)
     positions = breakdowns(data, made.programs, made.simulation, keeping_compute_s(others))
@@ -91,7 +92,7 @@ def explain(
         faster=faster(data, plan.programs, made.simulation),
         more_memory=None if more is None else _more_memory(data, more),
         tried=data.tried,
-        why_not=None if other is None or why_not is None else _why_not(data, binding, other, why_not, budget),
+        why_not=None if other is None or why_not is None else _why_not(binding, other, why_not, budget),
         notes=_notes(data, searched=time_limit_s > 0),
     )
 
@@ -132,9 +133,7 @@ def _changed(before: ir_plan.Plan, after: ir_plan.Plan) -> tuple[str, ...]:
     return (*gone, *(f"now {word}" for word in new if word not in old))
 
 
-def _why_not(
-    data: ir_plan.Plan, binding: Breakdown, other: Alternative, asked: Mapping[str, Any], budget: int
-) -> WhyNot:
+def _why_not(binding: Breakdown, other: Alternative, asked: Mapping[str, Any], budget: int) -> WhyNot:
     said = WhyNot(
         asked=_pins(asked),
         kept=_pins(other.kept),
@@ -146,9 +145,9 @@ def _why_not(
         return said
     if other.plan is None:
         allowed = min(other.constraints.memory_bytes or budget, budget)
-        over = tuple(each for how, made in other.too_large if (each := _over(how, priced(made), allowed)))
+        over = tuple(each for how, made in other.too_large if (each := _over(how, realised(made), allowed)))
         return msgspec.structs.replace(said, verdict=TOO_LARGE if over else NOT_FOUND, over=over)
-    made = priced(other.plan)
+    made = realised(other.plan)
     kept_s = keeping_compute_s(priced_without(made.plan))
     positions = breakdowns(made.plan, made.programs, made.simulation, kept_s)
     there = critical(made.plan, made.programs, made.simulation, positions)
@@ -166,7 +165,7 @@ def _why_not(
     )
 
 
-def _over(how: str, made: Priced, budget: int) -> Over | None:
+def _over(how: str, made: Realised, budget: int) -> Over | None:
     use = memory_use(made, budget)
     if use.needed_bytes <= budget:
         return None

@@ -97,26 +97,14 @@ def fit(
     if isinstance(model, FittedModule):
         model = model.unfitted
     inputs = _inputs(example_inputs)
-    precision, device = _precision(model)
+    _, device = _precision(model)
     _check_options(asked)
     spec = as_cluster(asked.cluster) if asked.cluster is not None else _here(device)
     casts = ambient_autocast(device)
     tensors, fixed = name_inputs(model, inputs)
     refuse_gradients(tensors)
     with forward_under(model, device, casts):
-        named = asked.loss_fn is None
-        returns = returned_by(model, inputs, precision, asked.loss) if named else Returned(for_loss=True)
-        captured = {word: getattr(asked, word) for word in fields_of(CaptureOptions)}
-        whole = compile_plan(
-            model,
-            _roomy(spec),
-            example_inputs=inputs,
-            precision=precision,
-            recompute="none",
-            microbatches=asked.microbatches,
-            **captured,
-        )
-    whole = _unfused(whole)
+        whole, returns = _captured(model, inputs, spec, asked)
     sizes = {name: whole.programs[0].outer[outer_names.param(name)].nbytes for name in whole.programs[0].grads}
     beside = sum(sizes.values()) * asked.accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
     plan = _scheduled(whole, budget, beside, asked.time_limit_s, memory_tiers(spec) if asked.offload else ())
@@ -138,6 +126,23 @@ def _check_options(asked: FitOptions) -> None:
             f"optimizer={type(asked.optimizer).__name__}: say by name whose states count: sgd, momentum, nesterov, "
             "adam, adamw, or with weight_decay sgd+decay, adam+decay; the optimizer itself stays yours"
         )
+
+
+def _captured(model: nn.Module, inputs: Any, spec: ClusterSpec, asked: FitOptions) -> tuple[Plan, Returned]:
+    """The plan that makes nothing again, whatever memory it takes, and what the model returns."""
+    precision, _ = _precision(model)
+    named = asked.loss_fn is None
+    returns = returned_by(model, inputs, precision, asked.loss) if named else Returned(for_loss=True)
+    whole = compile_plan(
+        model,
+        _roomy(spec),
+        example_inputs=inputs,
+        precision=precision,
+        recompute="none",
+        microbatches=asked.microbatches,
+        **{word: getattr(asked, word) for word in fields_of(CaptureOptions)},
+    )
+    return _unfused(whole), returns
 
 
 def _fitted(

@@ -60,7 +60,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "plan_options": ("ir", "planner.constraints"),
     "api": (*BELOW_THE_API, "baselines"),
     "fitting": (*BELOW_THE_API, "api"),
-    "explaining": ("ir", "planner", "report", "api"),
+    "explaining": ("ir", "cost_models.realised_plan", "planner", "report", "api"),
     "comparing": ("ir", "rules", "planner", "baselines", "api", "plan_options"),
     "terminal": ("ir", "capture", "report", "jobs", "plan_options", "cost_models"),
     "cli": (
@@ -107,6 +107,21 @@ LABELLED = (
     "ir/model/sources",
     "api",
 )
+DOCUMENTED = (
+    *("api", "fitting", "explaining", "comparing", "codegen/", "cost_models/", "report/", "ir/machine/"),
+    *("capture/register.py", "runtime/trainer", "jobs/run.py", "jobs/trainers.py", "planner/search.py"),
+    *("planner/fits.py", "planner/certificate.py", "planner/evaluate_plan.py"),
+    *("lowering/lower", "lowering/steps/", "lowering/transfers/", "runtime/optimizers/", "runtime/batch.py"),
+    *("runtime/buckets.py", "runtime/evaluate.py", "runtime/fitted", "runtime/in_process.py", "runtime/rank.py"),
+)
+OWN = ("self", "cls")
+REGISTRIES = (
+    *("rules/dims.py", "rules/registered_rules.py", "ir/machine/kernel_choice.py"),
+    "runtime/executing/opaque.py",  # torch's, of ops: for good
+)
+"""Whose containers are filled as modules are imported, and hold no results."""
+NUMBERS = "report/html.py"
+"""Where a table's head says by "#" that its column is of numbers."""
 MODULE_NAME = re.compile(r"paraplan(\.[a-z_0-9]+)+")
 MAX_FILES, MAX_LEVELS = 15, 4
 MOST_UNFORMATTED = 40
@@ -290,8 +305,25 @@ def takes_too_many(module: Module) -> Iterator[str]:
             yield f"{module.path}:{function.lineno} {function.name}() takes {count} parameters, over {MAX_PARAMETERS}"
 
 
+def says_nothing_of_parameters(module: Module) -> Iterator[str]:
+    """A public function of several parameters has a word on each."""
+    if not module.path.startswith(DOCUMENTED):
+        return
+    classes = [node for node in module.tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for function in (node for of in (module.tree, *classes) for node in of.body if isinstance(node, ast.FunctionDef)):
+        args = function.args
+        names = [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs) if each.arg not in OWN]
+        said = ast.get_docstring(function) or ""
+        missing = [name for name in names if not re.search(rf"\b{name}\b.*:", said.partition("Args:")[2])]
+        if len(names) > 2 and missing and not function.name.startswith("_"):
+            yield f"{module.path}:{function.lineno} {function.name}() says nothing of {', '.join(missing)} under Args:"
+
+
 def reads_labels(module: Module) -> Iterator[str]:
-    """Labels of blocks and actions are for people; what a block or a step is, it says in fields."""
+    """Labels of blocks, actions and streams are for people; what such a thing is, it says in fields.
+
+    So do an instruction's arguments and a strategy's key, whose text is read in one place.
+    """
     if not module.path.startswith(LABELLED):
         return
     for node in module.nodes:
@@ -301,8 +333,11 @@ def reads_labels(module: Module) -> Iterator[str]:
             read = node.comparators[0] if isinstance(node.ops[0], ast.In | ast.NotIn) else node.left
         else:
             continue
-        if (name := dotted(read)) and name.endswith((".block", "block.name", ".action")):
-            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Block.kind or Step.phase"
+        if (name := dotted(read)) and name.endswith((".block", "block.name", ".action", "stream", "channel")):
+            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Step.phase, Stream.kind ..."
+        for given in node.args if isinstance(node, ast.Call) else ():
+            if isinstance(given, ast.Constant) and given.value in ("%", "#", "~", ">") and module.path != NUMBERS:
+                yield f"{module.path}:{node.lineno} reads {given.value!r}; ask arg_kind(), arg_text() or axis_parts()"
 
 
 def caches_beside_the_session(module: Module) -> Iterator[str]:
@@ -310,6 +345,10 @@ def caches_beside_the_session(module: Module) -> Iterator[str]:
     if module.path == "ir/process/memo.py":
         return
     made = [node.value for node in module.tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    for node in made:
+        empty = (isinstance(node, ast.Dict) and not node.keys) or (isinstance(node, ast.List) and not node.elts)
+        if (empty or ast.unparse(node) in ("dict()", "list()", "set()")) and module.path not in REGISTRIES:
+            yield f"{module.path}:{node.lineno} is filled later; use SESSION of ir/process/memo.py"
     for node in (*(of for function in functions(module) for of in function.decorator_list), *made):
         while isinstance(node, ast.Call | ast.Subscript):
             node = node.func if isinstance(node, ast.Call) else node.value
@@ -338,6 +377,9 @@ RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     file_is_too_long: Module("ir/x.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
     reads_labels: Module("report/x.py", "step.block.split('.')[0]\nstep.block in program.blocks"),
     caches_beside_the_session: Module("ir/x.py", "@lru_cache(3)\ndef f(): pass"),
+    says_nothing_of_parameters: Module(
+        "api.py", 'def f(a, b, c):\n    """F.\n\n    Args:\n        a, b: numbers.\n    """'
+    ),
     takes_too_many: Module(
         "ir/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, **i): pass\n    def g(self, *i): pass"
     ),

@@ -59,9 +59,7 @@ def recomputed(problem: MemoryProblem, gaps: list[Gap], stays: frozenset[int] = 
     return tuple(sequence)
 
 
-def moved_gaps(
-    problem: MemoryProblem, ops: tuple[int, ...], gaps: list[Gap], accesses: list[list[list[int]]]
-) -> list[Gap]:
+def moved_gaps(ops: tuple[int, ...], gaps: list[Gap], accesses: list[list[list[int]]]) -> list[Gap]:
     """Gaps of the step's own order in a sequence of it with repeats: from the same access to the one that follows."""
     at: dict[int, int] = {-1: -1}
     for position, index in enumerate(ops):

@@ -204,9 +204,7 @@ def _forward_first(graph: fx.Graph, num_outputs: int) -> None:
             first.prepend(node)
 
 
-def trace_forward(
-    forward: ForwardGraph, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
-) -> fx.Graph:
+def trace_forward(piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node) -> fx.Graph:
     """Records the forward alone of a piece; placeholders as in `trace_joint`, the seed always among them."""
     outside = [*piece.params, *piece.inputs, *piece.constants]
     with mode:

@@ -17,7 +17,7 @@ from torch import fx
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.execution.offsets import parse_offset
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind
-from paraplan.ir.model.graph import Arg
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text
 from paraplan.kernels.torch_private import lazy_module
 from paraplan.runtime.executing import instructions
 from paraplan.runtime.executing.instructions import COPIER, INSTR, LOCAL, OFFSET
@@ -68,7 +68,7 @@ def _offsets(arg: Arg) -> Iterator[str]:
     if isinstance(arg, (tuple, list)):
         for item in arg:
             yield from _offsets(item)
-    elif isinstance(arg, str) and arg.startswith("#") and parse_offset(arg):
+    elif arg_kind(arg) is ArgKind.OFFSET and parse_offset(arg):
         yield arg
 
 
@@ -87,11 +87,11 @@ def _identifier(name: str) -> str:
 def _decode(arg: Arg, env: dict[str, fx.Node]) -> object:
     if isinstance(arg, (tuple, list)):
         return tuple(_decode(item, env) for item in arg)
-    if isinstance(arg, str):
-        if arg.startswith("%"):
-            return env[arg[1:]]
-        if arg.startswith("#"):
-            return env[arg] if parse_offset(arg) else 0
+    kind = arg_kind(arg)
+    if kind is ArgKind.VALUE:
+        return env[arg_text(arg)]
+    if kind is ArgKind.OFFSET:
+        return env[arg] if parse_offset(arg) else 0
     return instructions.decode_literal(arg)
 
 

@@ -35,7 +35,13 @@ Pass = Callable[[fx.GraphModule, Block, EmitContext], fx.GraphModule]
 
 
 def place_factories(module: fx.GraphModule, block: Block, context: EmitContext) -> fx.GraphModule:
-    """Tensors made from numbers alone are made on the context's device."""
+    """Tensors made from numbers alone are made on the context's device.
+
+    Args:
+        module: of a block, changed in place.
+        block: that it was emitted from.
+        context: the device.
+    """
     for node in module.graph.nodes:
         index = node.meta.get(INSTR)
         if index is None or context.device == "cpu":
@@ -50,7 +56,13 @@ def place_factories(module: fx.GraphModule, block: Block, context: EmitContext) 
 
 
 def bind_collectives(module: fx.GraphModule, block: Block, context: EmitContext) -> fx.GraphModule:
-    """Unbound collectives become starts on the axis' process group; copies where it has one rank."""
+    """Unbound collectives become starts on the axis' process group; copies where it has one rank.
+
+    Args:
+        module: of a block, changed in place.
+        block: that it was emitted from.
+        context: process groups by mesh axis.
+    """
     if context.groups is None:
         return module
     for node in module.graph.nodes:
@@ -84,7 +96,12 @@ def _start(block: Block, index: int, overwrites: bool) -> Callable[..., Tensor]:
 
 
 def box_inputs(module: fx.GraphModule, block: Block, context: EmitContext) -> fx.GraphModule:
-    """The boxed calling convention."""
+    """The boxed calling convention.
+
+    Args:
+        module: of a block, changed in place.
+        block, context: as every pass takes them; not read.
+    """
     box(module.graph)
     module.recompile()
     return module

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from paraplan.ir.execution.streams import Stream
 
-def stream_bound(work_by_stream: Mapping[str, float]) -> float:
+
+def stream_bound(work_by_stream: Mapping[Stream, float]) -> float:
     """Seconds no step with this work per stream can undercut: the busiest stream's."""
     return max(work_by_stream.values(), default=0.0)
 
 
-def rank_bound(work_of_ranks: Iterable[Mapping[str, float]]) -> float:
+def rank_bound(work_of_ranks: Iterable[Mapping[Stream, float]]) -> float:
     """The bound over several ranks that run at once: the largest of theirs."""
     return max((stream_bound(work) for work in work_of_ranks), default=0.0)

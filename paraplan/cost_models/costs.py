@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 
 from paraplan.cost_models.communication.collectives import input_bytes_of
-from paraplan.cost_models.communication.move_costs import IN, OUT, Moves, copy_stream
+from paraplan.cost_models.communication.move_costs import Moves
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.cost_models.ops.product_shapes import Outs, Specs
 from paraplan.cost_models.ops.roofline import (
@@ -29,6 +29,7 @@ from paraplan.cost_models.ops.roofline import (
 from paraplan.cost_models.profiles.curves import Curve
 from paraplan.cost_models.profiles.measured import MEASURED, MODELLED, MeasuredTimes, times_of
 from paraplan.ir.execution.rank_program import GROW, PUT, ROOM, SUM, SUMMED, Block, Instr, InstrKind, LocalValue
+from paraplan.ir.execution.streams import COMPUTE, IN, OUT, Stream, copy_stream
 from paraplan.ir.machine.cluster import ClusterSpec, Device
 from paraplan.ir.machine.kernel_choice import OpCall
 from paraplan.ir.machine.mesh import Mesh
@@ -38,8 +39,6 @@ from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, 
 from paraplan.rules.device_kernels.kernel_counts import launch_count
 from paraplan.rules.workspace import loop_workspace
 
-COMPUTE = "compute"
-UPDATE = "update"
 FILL_TAIL = "paraplan.fill_tail_"
 
 
@@ -95,10 +94,11 @@ class Costs:
         outputs: Outs,
         registered: tuple[float, float] | None = None,
     ) -> float:
-        """Seconds of one op on local shapes; see `ops.op_cost` for the arguments.
+        """Seconds of one op on local shapes.
 
-        `registered`: (flops, bytes moved) as the user says; bytes below 0: those of its inputs and outputs.
-
+        Args:
+            target, args, kwargs, inputs, outputs: as of `ops.op_cost`.
+            registered: (flops, bytes moved) as the user says; bytes below 0: those of its inputs and outputs.
         Raises:
             CostModelError: a device has no rate for the dtype.
         """
@@ -155,6 +155,10 @@ class Costs:
         """Seconds of the optimizer's update of parameters of these sizes, which reads and writes so much in all.
 
         Where measured: one parameter after another on a CPU, all at once elsewhere. Else one fused kernel.
+
+        Args:
+            param_bytes: of every parameter.
+            read_bytes, write_bytes: of all of them, with gradients and states.
         """
         curve = self._update
         if curve is None:
@@ -163,7 +167,12 @@ class Costs:
         return sum(map(curve.at, param_bytes)) if alone else curve.at(sum(param_bytes))
 
     def update_share_s(self, param_bytes: int, read_bytes: int, write_bytes: int) -> float:
-        """The least that one more parameter adds to an update."""
+        """The least that one more parameter adds to an update.
+
+        Args:
+            param_bytes: of the parameter.
+            read_bytes, write_bytes: of it, its gradient and its states.
+        """
         if self._update is None:
             return self.memory_s(read_bytes, write_bytes) - self.memory_s(0, 0)
         return self._update.least_ratio * param_bytes
@@ -254,7 +263,7 @@ class Costs:
         sent = block.values[next(refs((instr.args, tuple(instr.kwargs.values()))))]
         return self.moves.taken_s(instr.target, instr.axis, input_bytes_of(instr.target, instr.args, sent))
 
-    def stream(self, instr: Instr) -> str:
+    def stream(self, instr: Instr) -> Stream:
         """The stream an instruction runs on: "compute", "comm:in_node", "comm:between_nodes", or a copy's."""
         if instr.kind is InstrKind.COPY:
             return copy_stream(instr.tier, OUT if instr.target in ("offload", "store", "keep") else IN)
@@ -269,11 +278,6 @@ def _said_work(instr: Instr) -> tuple[float, float] | None:
 def _work(target: str, flag: int, inputs: Specs, outputs: Outs, registered: tuple[float, float] | None) -> OpWork:
     registered_work = None if registered is None else registered_work_of(registered, inputs, outputs)
     return registered_work or work_of(target, flag, inputs, outputs)
-
-
-def update_stream(tier: str) -> str:
-    """The stream of updates done on a tier: "update:host"."""
-    return f"{UPDATE}:{tier}"
 
 
 def lowered_op(block: Block, instr: Instr) -> OpTime | None:

@@ -59,6 +59,10 @@ def priced_on(
 ) -> tuple[Plan, tuple[RankProgram, ...]]:
     """A plan's decisions on another cluster of as many devices, priced anew; nothing is proved of it.
 
+    Args:
+        plan: whose decisions.
+        programs: its programs.
+        cluster: of as many devices.
     Raises:
         PlanMismatchError: it has another number of devices.
     """

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from paraplan.ir.errors import ProfileError
 from paraplan.ir.machine.kernel_choice import has_choice
-from paraplan.ir.model.graph import Arg
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.struct import Value
@@ -191,7 +191,8 @@ def detail_of(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], ker
 
 def _plain(arg: Arg, ours: bool) -> Any:
     if isinstance(arg, str):
-        return "%" if arg.startswith("%") else "#" if arg.startswith("#") else arg
+        kind = arg_kind(arg)
+        return kind.value if kind in (ArgKind.VALUE, ArgKind.OFFSET) else arg
     if isinstance(arg, bool) or arg is None:
         return arg
     if isinstance(arg, float):

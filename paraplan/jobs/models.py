@@ -91,7 +91,7 @@ def hf_model(model_type: str, settings: Mapping[str, Any], meta: bool) -> nn.Mod
     transformers = _transformers()
     transformers.logging.set_verbosity_error()
     config = _hf_config(transformers, model_type, settings)
-    auto = getattr(transformers, _auto_class(transformers, config))
+    auto = getattr(transformers, _auto_class(config))
     try:
         with torch.device("meta") if meta else nullcontext(), _Literals() if meta else nullcontext():
             return _ready(auto.from_config(config))
@@ -161,7 +161,7 @@ def _near(word: str, known: list[str]) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
-def _auto_class(transformers: Any, config: Any) -> str:
+def _auto_class(config: Any) -> str:
     """Pairs of towers, speech recognisers, encoder-decoders, then models trained by masking, then causal ones (many of
     the others can also be built causal), then classifiers of images, videos and sounds."""
     names = import_module("transformers.models.auto.modeling_auto")

@@ -280,7 +280,13 @@ def _skeleton(plan: Plan, options: RunOptions) -> Made:
 
 
 def update(trainer: Trainer, optimizer: torch.optim.Optimizer, clip: float | None, scaler: Scaler | None) -> None:
-    """Clip, update and, in a recorded step, note what the update did; gradients are gone after it."""
+    """Clip, update and, in a recorded step, note what the update did; gradients are gone after it.
+
+    Args:
+        trainer, optimizer: of this rank.
+        clip: the largest norm of gradients; None for no clipping.
+        scaler: of the loss, under fp16.
+    """
     if clip is not None:
         trainer.clip_grad_norm_(clip)
     step = optimizer.step if scaler is None else lambda: scaler.step(optimizer)
@@ -314,7 +320,13 @@ def full_grads(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def account(trainer: Trainer, programs: Sequence[RankProgram], result: RunResult) -> None:
-    """What this rank did in its recorded step against what was predicted, gathered from all ranks (all must call)."""
+    """What this rank did in its recorded step against what was predicted, gathered from all ranks (all must call).
+
+    Args:
+        trainer: of this rank; its last step was recorded.
+        programs: of the plan, per rank class.
+        result: where it is noted.
+    """
     program = in_phase(programs[trainer.plan.schedule.rank_class[trainer.rank]], trainer.state.phase)
     wanted, found = list(entries(program)), trainer.entries
     difference = ""

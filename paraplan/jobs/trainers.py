@@ -102,7 +102,14 @@ def make_bucket_trainer(
     attributes: Sequence[Mapping[str, Any]] = (),
     how: ExecutionOptions | None = None,
 ) -> BucketTrainer:
-    """This rank's trainer for the shapes of several plans; see `Buckets.executable`."""
+    """This rank's trainer for the shapes of several plans; see `Buckets.executable`.
+
+    Args:
+        plans: of every shape: the plan, its programs, and what was read while capturing.
+        model: that all of them were made for.
+        attributes: per plan, those its shape sets on the model.
+        how: as of `make_trainer`; CUDA graphs are refused.
+    """
     if how is not None and how.cuda_graphs:
         raise ConstraintError("trainers of several shapes have no CUDA graphs: plan one shape, or leave them out")
     trainers: list[Trainer] = []

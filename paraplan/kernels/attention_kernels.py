@@ -20,12 +20,33 @@ Source: Milakov, Gimelshein 2018 (arXiv 1805.02867); Liu et al. 2023, Ring Atten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paraplan.kernels.random_kernels import dropout
+
+
+class AttentionCall(NamedTuple):
+    """What `attention` and its gradient do: their last arguments.
+
+    Attributes:
+        p, slot: dropout on the probabilities, keyed as in `random_kernels.dropout`.
+        causal: query i attends to keys 0..i.
+        scale: factor on q kᵀ.
+        global_shape: [B, H, S, T], the global shape of the scores.
+        starts: where this block of the scores begins.
+        mask_grad: whether the mask's gradient is asked for; of the gradient alone.
+    """
+
+    p: float
+    slot: int
+    causal: bool
+    scale: float
+    global_shape: Sequence[int]
+    starts: Sequence[int]
+    mask_grad: bool = False
 
 
 class _Call(NamedTuple):
@@ -46,22 +67,12 @@ def heads_last_layout(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _make_call(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-) -> _Call:
+def _make_call(q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any) -> _Call:
     """The call on one block; of a mask over more keys than these the block's columns are taken."""
+    call = AttentionCall(*rest)
     if mask is not None:
-        mask = _columns(mask, k.shape[2], starts[3])
-    return _Call(mask, seed, p, slot, causal, scale, tuple(global_shape), tuple(starts))
+        mask = _columns(mask, k.shape[2], call.starts[3])
+    return _Call(mask, seed, *call[:4], tuple(call.global_shape), tuple(call.starts))
 
 
 def _columns(mask: Tensor, t: int, start: int) -> Tensor:
@@ -120,17 +131,7 @@ def _fold(x: Tensor, times: int) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_heads_batch: Sequence[int],
-    starts: Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *call_args: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp.
 
@@ -139,20 +140,16 @@ def attention(
         mask: bool (True attends) or float (added), broadcastable to [b, h, s, t]; None for none. It may hold all keys
             where k and v hold some.
         seed: int64 scalar, needed where p > 0.
-        p, slot: dropout on the probabilities, keyed as in `random_kernels.dropout`.
-        causal: query i attends to keys 0..i.
-        scale: factor on q kᵀ.
-        global_heads_batch: [B, H, S, T], the global shape of the scores.
-        starts: where this block of the scores begins.
+        call_args: of `AttentionCall`.
     Returns:
         out [b, h, s, e] (stored [b, s, h, e]) and lse [b, h, s], float32 at least.
     """
-    call = _make_call(q, k, mask, seed, p, slot, causal, scale, global_heads_batch, starts)
+    call = _make_call(q, k, mask, seed, *call_args)
     if _flash_fits(q, k, v, call, False):
         times = q.shape[1] // k.shape[1]
         added, future = _flash_mask(call, q, k)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _repeat(k, times), _repeat(v, times), 0.0, future, attn_mask=added, scale=scale
+            q, _repeat(k, times), _repeat(v, times), 0.0, future, attn_mask=added, scale=call.scale
         )
         del added
         out, lse = heads_last_layout(out), lse.contiguous()
@@ -252,19 +249,13 @@ def attention_grad(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-    mask_grad: bool,
+    *call_args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of `attention` in q, k, v and, where asked, the float mask (summed over its broadcast dims).
 
     `out` and `lse` are those of the whole rows, whichever keys these are; the mask's gradient is zero at others.
     """
-    call = _make_call(q, k, mask, seed, p, slot, causal, scale, global_shape, starts)
+    call, mask_grad = _make_call(q, k, mask, seed, *call_args), AttentionCall(*call_args).mask_grad
     if not _flash_fits(q, k, v, call, mask_grad):
         grads = torch.zeros(mask.shape, dtype=lse.dtype, device=q.device) if mask_grad and mask is not None else None
         return _attention_grad_math(g_out, q, k, v, out, lse, call, grads)
@@ -282,7 +273,7 @@ def attention_grad(
         0.0,
         future,
         attn_mask=added,
-        scale=scale,
+        scale=call.scale,
     )
     return heads_last_layout(dq), heads_last_layout(_fold(dk, times)), heads_last_layout(_fold(dv, times)), None
 

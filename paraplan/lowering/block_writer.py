@@ -16,7 +16,7 @@ import msgspec
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.offsets import offset_value
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, LocalValue, RankProgram, Step, StepKind
-from paraplan.ir.model.graph import Arg, map_refs, refs
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, map_refs, refs
 from paraplan.lowering.blocks.finish import with_frees
 from paraplan.lowering.flat import FlatProgram
 
@@ -223,8 +223,8 @@ class BlockWriter:
 
 def _numbers(arg: Arg, coordinates: tuple[int, ...], microbatch: int) -> Arg:
     """An argument with its offsets worked out."""
-    if isinstance(arg, str):
-        return offset_value(arg, coordinates, microbatch) if arg.startswith("#") else arg
+    if arg_kind(arg) is ArgKind.OFFSET:
+        return offset_value(arg, coordinates, microbatch)
     if isinstance(arg, tuple):
         return tuple(_numbers(item, coordinates, microbatch) for item in arg)
     return arg

@@ -192,7 +192,13 @@ class RankSteps:
         return bool(self._messages.sent_by(self.rank.lowered.route(m).grads, stage))
 
     def ended(self, kept: set[Name], grads: dict[str, Name], outputs: dict[str, OutputPlace]) -> RankProgram:
-        """The program of the steps written so far; `kept` are values nothing gives up."""
+        """The program of the steps written so far.
+
+        Args:
+            kept: values nothing gives up.
+            grads: parameter -> the gradient it is updated with.
+            outputs: what an evaluation returns, and where it is.
+        """
         outer = outer_values(self.rank.lowered, self.rank.group, [name for name in self._late if name in grads])
         by_tier = self._update_bytes(outer)
         states, workspace = by_tier.pop("")

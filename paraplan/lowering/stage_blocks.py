@@ -30,6 +30,7 @@ from paraplan.lowering.blocks.forward import Given, KindContext, LoweredForward,
 from paraplan.lowering.rewrites.chunks import gradients_known
 from paraplan.lowering.steps.whole_batch import whole_of
 from paraplan.lowering.transfers.crossings import Crossing, arrives_in_parts
+from paraplan.lowering.transfers.held_casts import HeldCast
 from paraplan.lowering.transfers.mesh_transfers import Message, crossing_layouts
 from paraplan.rules.time_axis import ProgramMicro, dual, program_micro
 
@@ -100,7 +101,7 @@ class PlanBlocks:
         reduce_dtype: what gradients are cast to before they are summed over ranks as they are made; "" for nothing.
     """
 
-    def __init__(self, plan: Plan, evaluate: bool = False, casts: Mapping[str, tuple[str, str]] | None = None) -> None:
+    def __init__(self, plan: Plan, evaluate: bool = False, casts: Mapping[str, HeldCast] | None = None) -> None:
         self.plan, self.evaluates, self.casts = plan, evaluate, casts or {}
         self.held: tuple[Holding, ...] = holdings(plan)
         self.ways: tuple[GroupPath, ...] = routes(plan, self.held)

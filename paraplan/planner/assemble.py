@@ -16,6 +16,7 @@ from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan
 from paraplan.ir.profile import Profile
 from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
 from paraplan.planner.decision_classes import param_classes
+from paraplan.rules.choices import axis_parts
 from paraplan.rules.dims import ROUTING
 from paraplan.rules.expansions.route import ROUTED
 from paraplan.rules.strategies import kept_whole
@@ -143,7 +144,7 @@ def decided(plan: Plan, mesh: Mesh) -> Decisions:
 def _routing(program: Program, choices: tuple[KindChoice, ...]) -> tuple[str, ...]:
     """What is assumed of mixtures whose tokens go to the ranks of their experts."""
     pairs = (pair for c in choices for pair in zip(c.ops, program.kinds[c.kind].graph.ops, strict=True))
-    if not any(ROUTING in [part.split(">")[0] for part in key.split("|")] for key, op in pairs if op.target in ROUTED):
+    if not any(ROUTING in [part.does for part in axis_parts(key)] for key, op in pairs if op.target in ROUTED):
         return ()
     return ("tokens go to the ranks of their experts: time is that of even routing, memory that of the worst case",)
 

@@ -28,7 +28,13 @@ FAULT = "this is a fault of the planner's, not of your model; please report it"
 
 
 def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
-    """The plan with its prediction and certificate; a bound above the step is our fault, withdrawn and told."""
+    """The plan with its prediction and certificate; a bound above the step is our fault, withdrawn and told.
+
+    Args:
+        best: the plan, with its simulation.
+        bound_s: no plan in scope has a shorter step.
+        num_meshes: that were solved.
+    """
     step_s, plan = best.simulation.step_s, best.plan
     held = plan.hold_casts
     joined = any(choice.split is not None and choice.split.at_once for s in plan.stages for choice in s.choices)

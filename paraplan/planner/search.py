@@ -94,7 +94,11 @@ def find(
     progress: Progress = lambda text: None,
     certify: bool = True,
 ) -> BestPlan:
-    """As `search`, on all devices; errors are not explained yet."""
+    """As `search`, on all devices; errors are not explained yet.
+
+    Args:
+        job, constraints, time_limit_s, progress, certify: as of `search`.
+    """
     time_limit_s = planning_time_s(time_limit_s)
     deadline = Deadline(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)

@@ -69,7 +69,13 @@ class _Tally:
 def time_breakdown(
     program: RankProgram, trace: RankTrace, costs: Costs
 ) -> tuple[tuple[TimeRow, ...], tuple[CollectiveRow, ...]]:
-    """Compute by class of work, longest first, and collectives by kind, axis and purpose."""
+    """Compute by class of work, longest first, and collectives by kind, axis and purpose.
+
+    Args:
+        program: of a rank class.
+        trace: what the simulator says of it.
+        costs: on its mesh.
+    """
     calls: Counter[tuple[str, str]] = Counter()
     for step in program.steps:
         if step.kind is StepKind.CALL:

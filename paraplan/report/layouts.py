@@ -19,6 +19,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
 from paraplan.ir.struct import Value
 from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable, remat_of
+from paraplan.rules.choices import axis_parts
 from paraplan.rules.dims import op_def
 from paraplan.rules.strategies import choices_named
 
@@ -91,7 +92,13 @@ def _placement_words(placement: Placement, axis: str) -> str:
 
 
 def param_words(layouts: ParamLayouts, used: Layout | None, mesh: Mesh) -> str:
-    """A parameter's three layouts in one phrase: "split over tp (dim 0) and ZeRO-3 over dp and pod"."""
+    """A parameter's three layouts in one phrase: "split over tp (dim 0) and ZeRO-3 over dp and pod".
+
+    Args:
+        layouts: of the parameter.
+        used: the layout its ops read it in; None where no op reads it.
+        mesh: of its stage.
+    """
     stored, grad, state = (parse_layout(text) for text in (layouts.stored, layouts.grad, layouts.state))
     found: dict[str, list[str]] = {}
     for index, axis in enumerate(mesh.axes):
@@ -145,12 +152,12 @@ def made_layouts(graph: Graph, choice: KindChoice) -> dict[str, Layout]:
     """For every value an op makes, how it lies afterwards."""
     found: dict[str, Layout] = {}
     for op, key in zip(graph.ops, choice.ops, strict=True):
-        parts, texts = choices_named(op, graph.values, key), key.split("|")
+        parts, said = choices_named(op, graph.values, key), axis_parts(key)
         for position, name in enumerate(op.outs):
             if name is not None:
                 found[name] = tuple(
-                    parse_layout(text.split(">")[1])[0] if ">" in text else part.outputs[position] or R
-                    for part, text in zip(parts, texts, strict=False)
+                    parse_layout(read.reduced_to)[0] if read.reduced_to else part.outputs[position] or R
+                    for part, read in zip(parts, said, strict=False)
                 )
     return found
 

@@ -134,7 +134,13 @@ def memory_told(
 def class_told(
     plan: Plan, programs: Sequence[RankProgram], simulation: Simulation, index: int, largest: int = 10
 ) -> MemoryTold:
-    """Memory of one rank class."""
+    """Memory of one rank class.
+
+    Args:
+        plan, programs, simulation: of a plan.
+        index: the rank class.
+        largest: how many tensors are told one by one.
+    """
     program, trace = programs[index], simulation.traces[index]
     ranks = tuple(rank for rank, of in enumerate(simulation.rank_class) if of == index)
     device = plan.cluster.groups[plan.cluster.device_kinds()[ranks[0]] if ranks else 0].device

@@ -31,7 +31,7 @@ def _spans(process: int, trace: RankTrace) -> list[Event]:
     threads = {
         stream: index for index, stream in enumerate(dict.fromkeys(["compute", *(span.stream for span in trace.spans)]))
     }
-    events = [_named("thread_name", process, index, stream) for stream, index in threads.items()]
+    events = [_named("thread_name", process, index, str(stream)) for stream, index in threads.items()]
     for span in trace.spans:
         events.append(
             {

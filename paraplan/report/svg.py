@@ -10,6 +10,7 @@ from html import escape
 
 from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.cost_models.simulator.timeline import Span
+from paraplan.ir.execution.streams import StreamKind
 from paraplan.report.units import show_bytes, show_seconds
 
 WIDTH, LEFT, ROW, AXIS = 860, 118, 24, 20
@@ -62,7 +63,7 @@ def merge_spans(spans: Sequence[Span], total_s: float) -> list[Span]:
 def _span_rect(span: Span, y: float, total: float) -> str:
     scale = (WIDTH - LEFT) / total
     x, width = LEFT + span.start_s * scale, max((span.end_s - span.start_s) * scale, 0.4)
-    kind = "comm" if span.stream.startswith("comm") else {"F": "fwd", "B": "bwd"}.get(span.phase, "upd")
+    kind = "comm" if span.stream.kind is StreamKind.COMMUNICATION else {"F": "fwd", "B": "bwd"}.get(span.phase, "upd")
     where = f", segment {span.segment}" if span.segment >= 0 else ""
     when = f"{show_seconds(span.start_s)} to {show_seconds(span.end_s)}, busy {show_seconds(span.busy_s)}"
     title = escape(f"{span.label}: {span.action}{where}, {when}")

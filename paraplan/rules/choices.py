@@ -7,6 +7,7 @@ rank, or runs one of its expansions (a ring).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paraplan.ir.machine.mesh import P, Partial, Placement, R, S
 from paraplan.rules.dims import OpDims
@@ -83,3 +84,21 @@ def shard_dim(dims: OpDims, dim: str) -> AxisChoice | None:
             if inputs[index] == R:
                 inputs[index] = P
     return AxisChoice(dim, tuple(inputs), tuple(outputs), dim)
+
+
+class AxisPart(NamedTuple):
+    """What a strategy's key says of one mesh axis: what the op does there, and the layout its result is reduced to."""
+
+    does: str
+    reduced_to: str = ""
+
+
+def axis_part(text: str) -> AxisPart:
+    """A strategy's key along one axis, read."""
+    does, _, reduced_to = text.partition(">")
+    return AxisPart(does, reduced_to)
+
+
+def axis_parts(key: str) -> tuple[AxisPart, ...]:
+    """A strategy's key, read; one part for each mesh axis."""
+    return tuple(axis_part(text) for text in key.split("|"))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from paraplan.ir.machine.mesh import Layout, Shard, local_shape
 from paraplan.ir.model.graph import Arg, Graph, Op
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.rules.choices import axis_parts
 from paraplan.rules.dims import LocalContext, op_def
 from paraplan.rules.strategies import Strategy
 
@@ -46,7 +47,7 @@ def local_context(op: Op, values: Mapping[str, TensorSpec], strategy: Strategy, 
             () if s is None or lay is None else local_shape(s.shape, lay, mesh_shape)
             for s, lay in zip(outputs, strategy.computed, strict=True)
         ),
-        key=strategy.key.split("|")[strategy.ring_axis].split(">")[0] if strategy.ring_axis >= 0 else "",
+        key=axis_parts(strategy.key)[strategy.ring_axis].does if strategy.ring_axis >= 0 else "",
     )
 
 

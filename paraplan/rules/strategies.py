@@ -24,7 +24,7 @@ from paraplan.ir.model.graph import Graph, Op, map_refs
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.process.memo import SESSION
 from paraplan.rules.carried_rules import definition_of
-from paraplan.rules.choices import AxisChoice, axis_choices, mesh_choices, ring_choices
+from paraplan.rules.choices import AxisChoice, axis_choices, axis_part, axis_parts, mesh_choices, ring_choices
 from paraplan.rules.dims import RING, ROUTING, STRIPES, WHOLE, OpDims, replicated
 from paraplan.rules.expansions.overlap import GATHER, SCATTER, parse_pieces, pieces_choice
 
@@ -60,7 +60,7 @@ class Strategy:
 
 def is_expanded(part: str) -> bool:
     """Whether a strategy's part along an axis takes several instructions."""
-    return part.split(">")[0].split(".")[0] in EXPANDED
+    return axis_part(part).does.split(".")[0] in EXPANDED
 
 
 def dims_of(op: Op, values: dict[str, TensorSpec]) -> OpDims:
@@ -106,13 +106,12 @@ def op_strategies(
     inputs = tuple(values[name] for name in op.tensors)
     outputs = tuple(None if name is None else values[name] for name in op.outs)
     micro_dim = micro.dim if micro is not None else ""
-    extended = (num_microbatches, *mesh_shape)
     found: dict[str, Strategy] = {}
     turns = dims.ring.turns if dims.ring is not None else ""
     choices = [choice for choice in mesh_choices(dims) if not _sums_truths(choice, inputs, outputs)]
     if turns and micro_dim == turns:
         choices = [choice for choice in choices if not is_expanded(choice.key)]
-    shardable = _Shardable(micro, extended)
+    shardable = _Shardable(micro, (num_microbatches, *mesh_shape))
     ends: dict[object, list[tuple[tuple[str, ...], tuple[Layout | None, ...]]]] = {}
     for combo in itertools.product(*_by_axis(op, dims, choices, mesh_shape, only)):
         if not _divides(dims, combo, mesh_shape, micro_dim, num_microbatches):
@@ -155,7 +154,7 @@ def choices_named(op: Op, values: dict[str, TensorSpec], key: str) -> tuple[Axis
     """
     dims, found = dims_of(op, values), []
     named = {choice.key: choice for choice in mesh_choices(dims)}
-    for part in (part.split(">")[0] for part in key.split("|") if part):
+    for part in (part.does for part in axis_parts(key) if part.does):
         choice = named.get(part) or pieces_choice(op, dims, part, 1)
         if choice is None:
             raise KeyError(f"{op.target} has no strategy {part!r}; it has {', '.join(named)}")
@@ -209,10 +208,10 @@ def strategy_named(
     num_microbatches: int = 1,
 ) -> Strategy | None:
     """The legal strategy with a key, found without listing the others; None where there is none."""
-    parts = key.split("|")
+    parts = axis_parts(key)
     if mesh_shape and len(parts) != len(mesh_shape):
         return None
-    only = tuple(frozenset({part.split(">")[0]}) for part in parts) if mesh_shape else ()
+    only = tuple(frozenset({part.does}) for part in parts) if mesh_shape else ()
     legal = op_strategies(op, values, mesh_shape, micro, num_microbatches, only)
     return next((strategy for strategy in legal if strategy.key == key), None)
 

@@ -126,6 +126,12 @@ def refuse_dtype(name: str, given: torch.dtype, wanted: torch.dtype, captured: s
 
     Signed integers are widened, and under fp64 floats, which it widens the captured batch's to as well.
 
+    Args:
+        name: of the input.
+        given: its dtype in this batch.
+        wanted: that the program reads.
+        captured: words for where the other dtype is from, for the error.
+        precision: of the program.
     Raises:
         PlanMismatchError: names the input and both dtypes.
     """
@@ -161,6 +167,13 @@ def microbatches(
 
     Those with a home are copied there. Copies to CUDA are begun and not waited for.
 
+    Args:
+        plan: whose batch.
+        stage: what the rank holds.
+        batch: cut for the rank.
+        outer: names that its program reads.
+        device: of the rank.
+        homes: where a step reads its batch, if anywhere.
     Raises:
         PlanMismatchError: it was cut for another number of microbatches.
     """

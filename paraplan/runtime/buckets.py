@@ -85,7 +85,12 @@ class BucketTrainer:
     def eval_step(
         self, batch: Mapping[str, Tensor], outputs: Wanted = None, names: Sequence[str] | None = None
     ) -> Evaluation:
-        """`Trainer.eval_step` likewise."""
+        """`Trainer.eval_step` likewise.
+
+        Args:
+            batch: of one of the shapes.
+            outputs, names: as of `Trainer.eval_step`.
+        """
         return self.pick(batch).eval_step(batch, outputs, names)
 
     def shard(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:

@@ -81,7 +81,13 @@ class Evaluations:
 
 
 def bind(executor: Executor, rank: Rank, batch: ShardedBatch) -> None:
-    """Give an evaluation its rank's tensors and a batch."""
+    """Give an evaluation its rank's tensors and a batch.
+
+    Args:
+        executor: of the evaluation.
+        rank: whose tensors.
+        batch: cut for it.
+    """
     executor.outer.clear()
     executor.bind(rank.tensors)
     executor.bind(microbatches(rank.plan, rank.stage, batch, executor.program.outer, rank.device))
@@ -137,7 +143,13 @@ def missing_rows(plan: Plan, batch: Mapping[str, Tensor]) -> int | None:
 
 
 def without_padding(padding: RowPadding, found: Evaluation, rows: int | None) -> Evaluation:
-    """Whole outputs without the rows that were added."""
+    """Whole outputs without the rows that were added.
+
+    Args:
+        padding: of the batch.
+        found: of the padded batch.
+        rows: those given; None where none were added.
+    """
     if rows is None:
         return found
     dims = padding.how.row_dims

@@ -174,6 +174,9 @@ class FittedModule(nn.Module):
     ) -> None:
         """Take in what `training_state`, or a trainer's `full_training_state`, gave.
 
+        Args:
+            full: the state.
+            optimizer, scheduler, scaler: that train the model, those the state was taken with.
         Raises:
             PlanMismatchError: it is of another model, or its groups, schedules or scaler are not those given.
         """

@@ -153,6 +153,12 @@ class InProcessTrainer(TrainerCore):
         """Update with the last step's gradients (the optimizers are made on the first call), then finish the step.
 
         With a scaler, an update that finds an infinite gradient is skipped.
+
+        Args:
+            cls: of the optimizers.
+            groups, params: as of `Trainer.optimizer`.
+            scaler: of the loss, under fp16.
+            options: for cls.
         """
         if not self.optimizers:
             for rank in self.ranks:

@@ -22,7 +22,7 @@ from torch import Tensor
 from paraplan.capture.reference import run_op
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.machine.mesh import Placement, R, Shard
-from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.model.graph import Graph, Op, Phase, arg_text
 from paraplan.ir.model.program import Program, Source, source_of
 from paraplan.rules.time_axis import ProgramMicro
 
@@ -185,7 +185,7 @@ class Rows:
         return self.zero(inputs[0]) if name in ("gather", "rotary") else all(self.zero(each) for each in inputs)
 
     def _ignored(self, at: int, labels: Any, ignored: Any) -> bool:
-        known = self.concrete((at, str(labels)[1:]))
+        known = self.concrete((at, arg_text(str(labels))))
         return known is not None and bool((known == ignored).all())
 
     def _nonzero(self, value: At) -> bool:
@@ -196,10 +196,10 @@ class Rows:
         """A choice between two values, or between a value and a number."""
         fill = _short(op) == "masked_fill"
         mask, yes, no = (op.args[1], op.args[2], op.args[0]) if fill else op.args[:3]
-        known = self.concrete((at, mask[1:]))
+        known = self.concrete((at, arg_text(mask)))
 
         def nothing(arg: Any) -> bool:
-            return self.zero((at, arg[1:])) if isinstance(arg, str) else arg == 0
+            return self.zero((at, arg_text(arg))) if isinstance(arg, str) else arg == 0
 
         never, always = (False, False) if known is None else (not bool(known.any()), bool(known.all()))
         return (never or nothing(yes)) and (always or nothing(no))

@@ -339,7 +339,13 @@ class Rank:
         return self.without_padding(name, local, layout), layout
 
     def without_padding(self, name: str, local: Tensor, layout: Layout) -> Tensor:
-        """A shard of a parameter or buffer, or of its gradient, without padding: a view."""
+        """A shard of a parameter or buffer, or of its gradient, without padding: a view.
+
+        Args:
+            name: of the parameter or buffer.
+            local: the shard.
+            layout: it lies in.
+        """
         program = self.plan.program
         shape = program.buffers[name].shape if name in program.buffer_updates else program.params[name].spec.shape
         return own_part(local, shape, layout, self.program.mesh_shape, self.executor.coordinates)

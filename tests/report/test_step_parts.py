@@ -10,8 +10,10 @@ from torch import Tensor, nn
 import paraplan as pp
 from paraplan.cost_models.costs import lowered_op
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.cost_models.simulator.timeline import Span
+from paraplan.ir.execution import streams
 from paraplan.ir.machine.cluster import ClusterSpec, Link
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.profile import Profile
@@ -21,7 +23,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.report.diagnosis.faster import TENTH, faster, quicker
-from paraplan.report.diagnosis.memory_use import Priced, keeping_compute_s, memory_use, priced, priced_without, saving
+from paraplan.report.diagnosis.memory_use import keeping_compute_s, memory_use, priced_without, saving
 from paraplan.report.diagnosis.records import COMPUTE, FILL_AND_DRAIN, OTHERS, PART_WORDS, RECOMPUTATION, Breakdown
 from paraplan.report.diagnosis.step_parts import breakdowns, step_parts
 from tests.captures import program_of
@@ -53,7 +55,7 @@ def slow(devices: int, bytes_per_s: float) -> ClusterSpec:
     return msgspec.structs.replace(cluster, groups=groups)
 
 
-def broken_down(made: Priced) -> tuple[Breakdown, ...]:
+def broken_down(made: Realised) -> tuple[Breakdown, ...]:
     return breakdowns(made.plan, made.programs, made.simulation, keeping_compute_s(priced_without(made.plan)))
 
 
@@ -61,7 +63,7 @@ def broken_down(made: Priced) -> tuple[Breakdown, ...]:
 def test_parts_of_every_position_add_up_to_the_step(name: str, seed: int) -> None:
     program = program_of(name, 0.1 if seed % 2 else 0.0)
     job = Job(program, ClusterSpec.local(2 if seed % 3 else 4), OPTIMIZERS["adamw"], ModelRef(display=name), {})
-    made = priced(random_plan(job, seed, max_microbatches=4, states_leave=True))
+    made = realised(random_plan(job, seed, max_microbatches=4, states_leave=True))
     for each in broken_down(made):
         assert sum(part.seconds for part in each.parts) == pytest.approx(each.step_s, rel=1e-9)
         assert all(part.seconds >= 0 and part.key in PART_WORDS for part in each.parts)
@@ -75,7 +77,7 @@ def test_parts_of_every_position_add_up_to_the_step(name: str, seed: int) -> Non
 def test_a_tenth_more_of_a_slow_link_saves_an_eleventh_of_its_bytes_time() -> None:
     """All is waited for, so the step is compute and what bytes take: seconds' = compute + bytes / (1.1 rate)."""
     plan = pp.compile(Deep(), slow(2, 1e3), example_inputs=(torch.zeros(8, 16),), dp=2, zero=0).data
-    made = priced(plan)
+    made = realised(plan)
     (parts,) = broken_down(made)
     gradients = LAYERS * 2 * 16 * 64 * 4
     assert parts.of("in_node") > 0.99 * parts.step_s
@@ -89,7 +91,7 @@ def test_a_tenth_more_of_a_slow_link_saves_an_eleventh_of_its_bytes_time() -> No
 def test_a_faster_device_saves_an_eleventh_of_what_is_computed() -> None:
     """On one device nothing else takes time but kernels' launches, which stay."""
     plan = pp.compile(Deep(), "local:1", example_inputs=(torch.zeros(4096, 16),), recompute="none").data
-    made = priced(plan)
+    made = realised(plan)
     free = msgspec.structs.replace(plan.cluster, groups=tuple(map(_without_launches, plan.cluster.groups)))
     simulation = simulate_plan(msgspec.structs.replace(plan, cluster=free), made.programs)
     found = {each.what: each for each in faster(msgspec.structs.replace(plan, cluster=free), made.programs, simulation)}
@@ -99,7 +101,7 @@ def test_a_faster_device_saves_an_eleventh_of_what_is_computed() -> None:
 
 def test_measured_times_are_divided_with_the_device() -> None:
     plan = pp.compile(Deep(), "local:1", example_inputs=(torch.zeros(64, 16),), recompute="none").data
-    made = priced(plan)
+    made = realised(plan)
     known = [lowered_op(block, instr) for block in made.programs[0].blocks.values() for instr in block.instrs]
     times = {op.full_key: msgspec.structs.replace(op, seconds=1e-3, samples=3) for op in known if op is not None}
     profile = Profile(device=plan.cluster.groups[0].device.kind, name="", torch="", ops=tuple(times.values()))
@@ -133,7 +135,7 @@ def test_delays_are_told_apart_from_rates() -> None:
     plan = pp.compile(Deep(), "local:1", example_inputs=(torch.zeros(1, 16),), recompute="none").data
     launches = msgspec.structs.replace(plan.cluster, groups=tuple(map(_of_launches, plan.cluster.groups)))
     plan = msgspec.structs.replace(plan, cluster=launches)
-    made = priced(plan)
+    made = realised(plan)
     first, *others = faster(plan, made.programs, made.simulation)
     assert first.what == "launches" and first.saved_s == pytest.approx(made.simulation.step_s / 11, rel=1e-3)
     assert all(each.saved_s < 1e-3 * first.saved_s for each in others)
@@ -149,7 +151,7 @@ def trace_of(
     """A trace of compute spans (phase, start, end) and bubbles."""
     made = tuple(
         Span(
-            stream="compute",
+            stream=streams.COMPUTE,
             start_s=start,
             end_s=end,
             label="",
@@ -188,8 +190,8 @@ def test_bubbles_at_both_ends_fill_and_drain_and_those_between_wait_for_others()
 def test_recomputation_is_what_is_computed_twice() -> None:
     """With every layer made again each of its ops of the forward is computed once more."""
     options = {"example_inputs": (torch.zeros(512, 16),), "microbatches": 1}
-    kept = priced(pp.compile(Deep(), "local:1", recompute="none", **options).data)
-    again = priced(pp.compile(Deep(), "local:1", recompute="full", **options).data)
+    kept = realised(pp.compile(Deep(), "local:1", recompute="none", **options).data)
+    again = realised(pp.compile(Deep(), "local:1", recompute="full", **options).data)
     (parts,) = broken_down(again)
     assert parts.of(RECOMPUTATION) == pytest.approx(again.simulation.step_s - kept.simulation.step_s, rel=1e-6)
     assert parts.of(RECOMPUTATION) > 0 and not broken_down(kept)[0].of(RECOMPUTATION)
@@ -197,8 +199,8 @@ def test_recomputation_is_what_is_computed_twice() -> None:
 
 def test_what_fills_the_fullest_device_adds_up_and_memory_is_named_where_it_forces() -> None:
     data = pp.compile(Deep(), "local:1", example_inputs=(torch.zeros(512, 16),), microbatches=1, recompute="full").data
-    made = priced(data)
-    whole = priced(_kept(data))
+    made = realised(data)
+    whole = realised(_kept(data))
     use, without = memory_use(made, made.peak_bytes), priced_without(data)
     assert sum(row.nbytes for row in use.parts) == use.peak_bytes == made.peak_bytes
     (forced,) = saving(made, without, made.peak_bytes, lambda what: False)
@@ -222,9 +224,9 @@ def _kept(plan: Plan) -> Plan:
 def test_a_schedule_of_ops_is_what_one_device_holds_less_by() -> None:
     job = Job(program_of("gpt2", 0.0), ClusterSpec.local(1), OPTIMIZERS["adamw"], ModelRef(display="gpt2"), {})
     alone = Constraints(microbatches=1, reserve_bytes=0)
-    budget = 3 * priced(search(job, alone, certify=False).plan).peak_bytes // 4
+    budget = 3 * realised(search(job, alone, certify=False).plan).peak_bytes // 4
     within = msgspec.structs.replace(alone, memory_bytes=budget)
-    made = priced(search(job, within, certify=False).plan)
+    made = realised(search(job, within, certify=False).plan)
     assert made.plan.memory_actions is not None
     (parts,) = broken_down(made)
     (found,) = saving(made, priced_without(made.plan), budget, lambda what: False)
@@ -236,7 +238,7 @@ def test_what_is_on_the_host_is_named_with_what_it_costs() -> None:
     plan = pp.compile(
         Deep(), "local:1", example_inputs=(torch.zeros(8, 16),), place_states="host", update_on="host"
     ).data
-    made = priced(plan)
+    made = realised(plan)
     (found,) = saving(made, priced_without(plan), 1 << 40, lambda what: True)
     assert found.what == "states on host" and found.pinned and found.costs_s > 0 and not found.over_bytes
     assert found.peak_bytes > max(simulate_plan(plan, lower(plan)).peak_bytes)

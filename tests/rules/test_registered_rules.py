@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import paraplan as pp
-from paraplan.capture.register import apply_annotation, work_terms
+from paraplan.capture.apply_registered import apply_annotation, work_terms
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.model.graph import Op
 from paraplan.ir.model.op_rule import WorkTerm, amount_of, fit_amount
@@ -173,7 +173,7 @@ def test_costs_become_numbers_over_shares() -> None:
         return 4 * (x[0] * x[1] * (x[2] + w2[1]) + w1[0] * w1[1] + w2[0] * w2[1])
 
     pp.register_cost(NAME, flops=flops, bytes=moved)
-    terms = work_terms(op, values, rule)
+    terms = work_terms(op, rule)
     for b, f, n in ((1, 1, 1), (4, 1, 1), (2, 3, 2), (1, 4, 3)):
         local = ((4 / b, 2, 8), (8, 12 / f), (12 / f, 6 / n))
         shares = {"b": 1 / b, "f": 1 / f, "n": 1 / n}
@@ -182,7 +182,7 @@ def test_costs_become_numbers_over_shares() -> None:
     for wrong, said in ((lambda *shapes: shapes[9], "failed"), (lambda *shapes: -1, "gave -1")):
         pp.register_cost(NAME, flops=wrong)
         with pytest.raises(ConstraintError, match=said):
-            work_terms(op, values, rule)
+            work_terms(op, rule)
     with pytest.raises(ConstraintError, match="give flops="):
         pp.register_cost(NAME)
     assert cost_for(TARGET) is not None and registered_rules.target_of("a::b.out") == "a.b.out"

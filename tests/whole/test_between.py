@@ -11,6 +11,7 @@ from torch import nn
 
 from paraplan.capture import capture
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.realised_plan import realised
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.cost_models.simulator.peak_attribution import peak_of
 from paraplan.ir.errors import InvalidPlanError
@@ -23,7 +24,6 @@ from paraplan.lowering.blocks.remat import boundary_values, recomputable
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.whole.offloaded_states import squares

@@ -10,12 +10,12 @@ import msgspec
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, with_reserved, with_used_profile
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ConstraintError, SolverLimitError
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import assemble
 from paraplan.planner.best_plan import BestPlan
-from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.fits import needed_bytes
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.grad_reductions import ROOM, reducing

@@ -42,7 +42,7 @@ class _Policy:
         """The sequence and its memory under the choices so far."""
         self.ops = recomputed(self.problem, self.dropped)
         self.spans = Spans(self.problem, self.ops)
-        self.away = moved_gaps(self.problem, self.ops, self.swapped, self.spans.accesses)
+        self.away = moved_gaps(self.ops, self.swapped, self.spans.accesses)
         profile = self.spans.profile(self.away)
         self.peak = max(profile)
         self.peak_op = self.ops[profile.index(self.peak)]
@@ -65,7 +65,7 @@ class _Policy:
     def step_s(self, swapped: list[Gap]) -> float:
         """Seconds of the step with some swaps, copies queueing, memory as it is now: the paper's feedback."""
         assert self.tier is not None
-        away = moved_gaps(self.problem, self.ops, swapped, self.spans.accesses)
+        away = moved_gaps(self.ops, swapped, self.spans.accesses)
         swaps = timed(self.spans, away, self.peak, self.tier)
         return evaluate(self.problem, written(self.problem, self.ops, swaps, self.tier)).step_s
 

@@ -102,7 +102,7 @@ def _cached(
     spans = Spans(problem, ops)
     chosen: list[Gap] = []
     if problem.tiers:
-        for gap in moved_gaps(problem, ops, within_capacity(problem, candidates, problem.tiers[0]), spans.accesses):
+        for gap in moved_gaps(ops, within_capacity(problem, candidates, problem.tiers[0]), spans.accesses):
             profile = spans.profile(chosen)
             if max(profile) <= budget_bytes:
                 break

@@ -99,7 +99,7 @@ def _forward_graph(
     forward: ForwardGraph, piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node
 ) -> Graph:
     """The forward alone of a piece; its inputs are the piece's parameters and inputs, and the seed where it is read."""
-    graph = trace_forward(forward, piece, mode, source_of)
+    graph = trace_forward(piece, mode, source_of)
     writer = OpCollector(ALL_FORMS)
     places = (node for node in graph.nodes if node.op == "placeholder")
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.params) + len(piece.inputs))]

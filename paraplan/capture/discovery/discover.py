@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from paraplan.capture.apply_registered import apply_annotation, work_terms
 from paraplan.capture.discovery.discover_apart import run_apart
 from paraplan.capture.discovery.discover_cache import RuleCache
 from paraplan.capture.discovery.discover_confirm import contradiction
@@ -29,7 +30,6 @@ from paraplan.capture.discovery.discover_run import (
     probe_of,
     real_bench,
 )
-from paraplan.capture.register import apply_annotation, work_terms
 from paraplan.ir.model.graph import Graph, Op
 from paraplan.ir.model.op_rule import DISCOVERED, ROWS, UNKNOWN, OpRule
 from paraplan.ir.model.program import Denominator, SegmentKind
@@ -107,7 +107,7 @@ def _with_rule(op: Op, graph: Graph, found: dict[str, OpRule], unread: frozenset
         rule = apply_annotation(annotation, op, graph.values, graph.source_of(op))
     else:
         rule = found[rule_key(op, graph.values, unread)]
-    rule = msgspec.structs.replace(rule, **work_terms(op, graph.values, rule))
+    rule = msgspec.structs.replace(rule, **work_terms(op, rule))
     return msgspec.structs.replace(op, rule=rule)
 
 

@@ -355,6 +355,10 @@ def input_bytes_of(target: str, args: tuple[Arg, ...], sent: TensorSpec | LocalV
 def collective_time_s(target: str, input_bytes: int, axis: AxisLink) -> float:
     """The time of a collective by its name in `Instr.target`.
 
+    Args:
+        target: the collective's name.
+        input_bytes: what one rank puts in.
+        axis: the link of the mesh axis it goes over.
     Raises:
         CostModelError: no such collective, or negative bytes.
     """

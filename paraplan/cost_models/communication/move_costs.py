@@ -15,12 +15,11 @@ from paraplan.cost_models.profiles.curves import Curve
 from paraplan.cost_models.profiles.measured import MeasuredTimes
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.rank_program import Transfer
+from paraplan.ir.execution.streams import Stream, comm_stream
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.machine.tiers import TIERS
 
-COPY = "copy"
-OUT, IN = "out", "in"
 _MANY = 1 << 50  # bytes of a collective beside which no latency counts
 
 
@@ -48,13 +47,17 @@ class Moves:
         return tuple(axis_link(self.cluster, self.mesh, axis) for axis in range(len(self.mesh.shape)))
 
     @cached_property
-    def comm_streams(self) -> tuple[str, ...]:
+    def comm_streams(self) -> tuple[Stream, ...]:
         """The stream each mesh axis communicates on."""
-        return tuple(f"comm:{link.level}" for link in self.links)
+        return tuple(comm_stream(link.level) for link in self.links)
 
     def collective_s(self, target: str, axis: int, input_bytes: int) -> float:
         """Seconds of a collective over a mesh axis; input_bytes is what one rank puts in (see `collectives`).
 
+        Args:
+            target: the collective's name.
+            axis: number of the mesh axis.
+            input_bytes: what one rank puts in (see `collectives`).
         Raises:
             CostModelError: no such collective or axis, or negative bytes.
         """
@@ -72,6 +75,8 @@ class Moves:
     def taken_s(self, target: str, axis: int, input_bytes: int) -> float:
         """Of the compute stream's time, what a collective takes for itself: its call, and a share of what is left.
 
+        Args:
+            target, axis, input_bytes: as of `collective_s`.
         Raises:
             CostModelError: see `collective_s`.
         """
@@ -92,6 +97,9 @@ class Moves:
     def taken_share_s(self, target: str, axis: int, input_bytes: int) -> float:
         """The least of it that a tensor adds to a collective that it shares with others.
 
+        Args:
+            target, axis: as of `collective_s`.
+            input_bytes: of the tensor alone.
         Raises:
             CostModelError: see `collective_s`.
         """
@@ -113,6 +121,9 @@ class Moves:
     def collective_share_s(self, target: str, axis: int, input_bytes: int) -> float:
         """The least a tensor adds to a collective that it shares with others: its bytes at the best rate, no latency.
 
+        Args:
+            target, axis: as of `collective_s`.
+            input_bytes: of the tensor alone.
         Raises:
             CostModelError: see `collective_s`.
         """
@@ -143,8 +154,9 @@ class Moves:
     def copy_s(self, tier: str, nbytes: int, from_host: bool = False, both_ways: bool = False) -> float:
         """Seconds of one copy to or from a tier (see `ClusterSpec.copy_s`).
 
-        `both_ways`: as much goes the other way beside it, and the host's memory, shared by its devices, carries both.
-
+        Args:
+            tier, nbytes, from_host: as there.
+            both_ways: as much goes the other way beside it, and the host's memory, shared by its devices, carries both.
         Raises:
             ClusterError: the cluster describes no such link.
         """
@@ -169,8 +181,3 @@ class Moves:
             ]
             rate = self._carried[memory] = min((each for each in rates if each), default=math.inf)
         return rate
-
-
-def copy_stream(tier: str, way: str) -> str:
-    """The stream of copies to (`OUT`) or from (`IN`) a tier: "copy:host:out"."""
-    return f"{COPY}:{tier}:{way}"

@@ -64,6 +64,9 @@ def catalog_device(name: str) -> Device:
 def catalog_cluster(name: str, devices_per_node: int, nodes: int = 1) -> ClusterSpec:
     """Equal nodes of one catalog device, with its usual links.
 
+    Args:
+        name: a device's, as in `CATALOG`.
+        devices_per_node, nodes: counts, at least 1.
     Raises:
         ClusterError: no such device, or a count below 1.
     """

@@ -49,7 +49,13 @@ def pcie_bytes_per_s(generation: int, width: int = 16) -> float:
 
 
 def pcie_peer(generation: int, width: int = 16, through_host: bool = False) -> Link:
-    """Two devices over PCIe; through_host: no peer access, so each message is copied twice."""
+    """Two devices over PCIe; through_host: no peer access, so each message is copied twice.
+
+    Args:
+        generation: of PCIe.
+        width: lanes.
+        through_host: no peer access: each message is copied twice.
+    """
     how = "copied through host memory" if through_host else "peer to peer"
     return Link(
         bytes_per_s=pcie_bytes_per_s(generation, width),
@@ -84,7 +90,14 @@ def infiniband(rate: str, share: float = 1.0, setting: str = "") -> Link:
 
 
 def ethernet(gbit_per_s: float, share: float = 1.0, setting: str = "", rdma: bool = True) -> Link:
-    """An Ethernet port, `share` of it per device; without rdma a message goes through the kernel's TCP."""
+    """An Ethernet port, `share` of it per device; without rdma a message goes through the kernel's TCP.
+
+    Args:
+        gbit_per_s: of the port.
+        share: of it that a device has.
+        setting: words on who shares the port, for the source.
+        rdma: without, a message goes through the kernel's TCP.
+    """
     how = "RDMA (RoCE), latency: NCCL tuning.cc" if rdma else "TCP, latency: assumed"
     return Link(
         bytes_per_s=gbit_per_s * 1e9 / 8 * share,

@@ -41,6 +41,10 @@ class LinkFit:
 def fit_link(times: Sequence[CollectiveTime], backend: str, local: Link | None = None) -> LinkFit:
     """The link that explains collectives over groups within one node, or over several with `local` inside.
 
+    Args:
+        times: of collectives, measured.
+        backend: of the devices: "cpu" or "cuda".
+        local: the link within a node, where groups go over several.
     Raises:
         CostModelError: nothing was measured.
     """

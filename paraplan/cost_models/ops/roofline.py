@@ -130,6 +130,10 @@ def variant(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> in
     """What changes an op's work beyond its shapes: causal attention, transposed convolution, the number of experts.
 
     A block of keys that came round a ring is not causal here: for some rank all of it lies in the past.
+
+    Args:
+        target: the op.
+        args, kwargs: its arguments, local.
     """
     if target in EXPERT_TOTALS:
         return int(args[EXPERT_TOTALS[target]])
@@ -179,7 +183,13 @@ def op_cost(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], input
 
 
 def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
-    """`op_cost` with the flag already read."""
+    """`op_cost` with the flag already read.
+
+    Args:
+        target: the op.
+        flag: what `variant` says of its arguments.
+        inputs, outputs: local specs; None for an absent output.
+    """
     if is_free(target):
         return OpWork(kind="view", flops=0, read_bytes=0, write_bytes=0, dtype="float32")
     name = op_name(target)
@@ -236,7 +246,12 @@ def copy_work(outputs: Outs) -> OpWork:
 
 
 def registered_work_of(registered: tuple[float, float], inputs: Specs, outputs: Outs) -> OpWork:
-    """The work of an op whose cost the user registered: (flops, bytes), bytes below 0 where they gave none."""
+    """The work of an op whose cost the user registered: (flops, bytes), bytes below 0 where they gave none.
+
+    Args:
+        registered: (flops, bytes moved); bytes below 0 where the user gave none.
+        inputs, outputs: local specs; None for an absent output.
+    """
     flops, moved = registered
     if moved < 0:
         moved = sum(map(nbytes, inputs)) + sum(nbytes(out) for out in outputs if out is not None)

@@ -35,7 +35,12 @@ class Product(NamedTuple):
 
 
 def product_of(rows: int, columns: int, depth: int, count: int = 1) -> Product:
-    """Products of matrices of these sizes."""
+    """Products of matrices of these sizes.
+
+    Args:
+        rows, columns, depth: of one product: [rows, depth] times [depth, columns].
+        count: of products.
+    """
     return Product(2 * count * rows * columns * depth, min(rows, columns, depth), (count, rows, columns, depth))
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from paraplan.cost_models.costs import COMPUTE, Costs
+from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.ops.fusion import fused_kernels
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.rank_program import Block, InstrKind, is_compiled
+from paraplan.ir.execution.streams import COMPUTE, Stream
 from paraplan.ir.model.graph import refs
 from paraplan.ir.model.storages import BEGIN, BlockStorages
 
@@ -157,7 +158,7 @@ class Issue:
     `taken_s` of what compute could do in the meantime it takes for itself; `host_s` of what the host's memory could.
     """
 
-    stream: str
+    stream: Stream
     seconds: float
     name: str
     label: str
@@ -187,7 +188,7 @@ class TimeBlock:
     """
 
     events: tuple[Event, ...]
-    work: dict[str, float]
+    work: dict[Stream, float]
     exported: tuple[tuple[int, str], ...]
     imported: tuple[tuple[int, str], ...]
 
@@ -199,7 +200,7 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         CostModelError: a price is refused, or a wait names nothing issued or passed in.
     """
     events: list[Event] = []
-    work: dict[str, float] = {}
+    work: dict[Stream, float] = {}
     run = 0.0
     issued: set[str] = set()
     waited: set[str] = set()

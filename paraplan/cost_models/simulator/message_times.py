@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paraplan.ir.errors import CostModelError
+from paraplan.ir.execution.streams import Channel
 
 Key = tuple[str, int]
 """A message's name, and its microbatch."""
@@ -45,13 +46,13 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.times: dict[Key, tuple[float, float]] = {}
-        self._channels: dict[str, _Channel] = {}
+        self._channels: dict[Channel, _Channel] = {}
 
-    def post(self, channel: str, key: Key, sends: bool, now: float, seconds: float, parts: int = 1) -> None:
+    def post(self, channel: Channel, key: Key, sends: bool, now: float, seconds: float, parts: int = 1) -> None:
         """One end gets to a message, or to one of its parts.
 
         Args:
-            channel: its name.
+            channel: that it goes over.
             key: the message.
             sends: which end.
             now: when.

@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paraplan.cost_models.bound import stream_bound
-from paraplan.cost_models.communication.move_costs import COPY
-from paraplan.cost_models.costs import COMPUTE, UPDATE, Costs, update_stream
+from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.simulator.block_replay import TimeBlock, compile_time
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.message_times import Key, Mailbox
@@ -25,10 +24,12 @@ from paraplan.cost_models.simulator.timeline import Span, TimeWalk
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.names import Role
 from paraplan.ir.execution.rank_program import MESSAGES, RankProgram, Step, StepKind
+from paraplan.ir.execution.streams import COMPUTE, Stream, StreamKind, message_stream, update_stream
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.struct import Value
 
+_COMMUNICATES = (StreamKind.COMMUNICATION, StreamKind.MESSAGE)
 _BLOCKS: Lately[TimeBlock] = SESSION.lately("simulate.blocks", 50_000, lambda block: 1 + len(block.events))
 
 
@@ -80,21 +81,21 @@ class RankTrace(Value, frozen=True, kw_only=True):
     peak_instr: int
     start_bytes: int
     compute_s: float
-    comm_s: dict[str, float]
+    comm_s: dict[Stream, float]
     exposed_comm_s: float
     spans: tuple[Span, ...]
     memory: tuple[MemoryPoint, ...]
-    copy_s: dict[str, float] = {}
+    copy_s: dict[Stream, float] = {}
     exposed_copy_s: float = 0.0
     tier_peak_bytes: dict[str, int] = {}
     bubble_s: float = 0.0
-    update_s: dict[str, float] = {}
+    update_s: dict[Stream, float] = {}
     exposed_update_s: float = 0.0
-    stalled_s: dict[str, float] = {}
+    stalled_s: dict[Stream, float] = {}
     bubbles: tuple[tuple[float, float], ...] = ()
 
     @property
-    def work(self) -> dict[str, float]:
+    def work(self) -> dict[Stream, float]:
         """Seconds of work per stream."""
         return {COMPUTE: self.compute_s, **self.comm_s, **self.copy_s, **self.update_s}
 
@@ -142,7 +143,7 @@ class Simulation(Value, frozen=True, kw_only=True):
         return self.traces[self.busiest].compute_s
 
     @property
-    def comm_s(self) -> dict[str, float]:
+    def comm_s(self) -> dict[Stream, float]:
         """Communication per stream of the busiest rank."""
         return self.traces[self.busiest].comm_s
 
@@ -152,7 +153,7 @@ class Simulation(Value, frozen=True, kw_only=True):
         return self.traces[self.busiest].exposed_comm_s
 
     @property
-    def copy_s(self) -> dict[str, float]:
+    def copy_s(self) -> dict[Stream, float]:
         """Copies per stream of the busiest rank."""
         return self.traces[self.busiest].copy_s
 
@@ -223,8 +224,8 @@ class RankEngine:
         """What was seen so far."""
         work = dict(self.time.work)
         compute = work.pop(COMPUTE)
-        copies = {stream: work.pop(stream) for stream in [*work] if stream.startswith(COPY)}
-        updates = {stream: work.pop(stream) for stream in [*work] if stream.startswith(UPDATE)}
+        copies = {stream: work.pop(stream) for stream in [*work] if stream.kind is StreamKind.COPY}
+        updates = {stream: work.pop(stream) for stream in [*work] if stream.kind is StreamKind.UPDATE}
         return RankTrace(
             step_s=self.time.end_s,
             peak_bytes=self.peak[0],
@@ -233,14 +234,14 @@ class RankEngine:
             start_bytes=self.start_bytes,
             compute_s=compute,
             comm_s=work,
-            exposed_comm_s=self.time.waited_s + (self.time.end_s - self.time.clock[COMPUTE]),
+            exposed_comm_s=self.time.stalled_s(*_COMMUNICATES) + (self.time.end_s - self.time.clock[COMPUTE]),
             spans=tuple(self.time.spans),
             memory=tuple(self.points),
             copy_s=copies,
             bubble_s=self.time.bubble_s,
-            exposed_copy_s=self.time.stalled_s(COPY),
+            exposed_copy_s=self.time.stalled_s(StreamKind.COPY),
             update_s=updates,
-            exposed_update_s=self.time.stalled_s(UPDATE),
+            exposed_update_s=self.time.stalled_s(StreamKind.UPDATE),
             tier_peak_bytes={tier: peak for tier, peak in self.tier_peaks.items() if peak},
             stalled_s=self.time.all_stalled_s,
             bubbles=tuple(self.time.bubbles),
@@ -253,7 +254,7 @@ class RankEngine:
         """Begin a message, or wait until one is through."""
         transfer, key = self.program.transfers[step.transfer], self._key(step)
         if step.kind is StepKind.AWAIT:
-            self.time.message(step, f"p2p:{transfer.channel}", transfer.message, *self._mailbox.times[key])
+            self.time.message(step, message_stream(transfer.channel), transfer.message, *self._mailbox.times[key])
             return
         if transfer.starts:
             self.time.compute(step, self.costs.memory_s(transfer.nbytes, transfer.nbytes), "copy")

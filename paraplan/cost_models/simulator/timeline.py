@@ -11,11 +11,10 @@ that begins beside an update on the host takes from it the host's memory for its
 
 from __future__ import annotations
 
-from paraplan.cost_models.communication.move_costs import COPY
-from paraplan.cost_models.costs import COMPUTE, UPDATE
 from paraplan.cost_models.simulator.block_replay import Issue, Run, TimeBlock
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import Step
+from paraplan.ir.execution.streams import COMPUTE, Stream, StreamKind
 from paraplan.ir.struct import Value
 
 
@@ -23,8 +22,7 @@ class Span(Value, frozen=True, kw_only=True):
     """A stretch of a stream: one step's compute, one collective or one copy.
 
     Attributes:
-        stream: "compute", "comm:in_node", "comm:between_nodes", "copy:host:out", "copy:host:in", or the disk's;
-            "update:host" for the host's own work; "p2p:0>4" for messages from rank 0's mesh to rank 4's.
+        stream: that it is of.
         start_s, end_s: from the step's begin.
         label: the block, or what the collective or copy is called.
         action, segment, microbatch: of the step it belongs to.
@@ -32,7 +30,7 @@ class Span(Value, frozen=True, kw_only=True):
         busy_s: seconds of work inside; the rest of a compute span is waiting.
     """
 
-    stream: str
+    stream: Stream
     start_s: float
     end_s: float
     label: str
@@ -47,34 +45,29 @@ class TimeWalk:
     """The clocks of one rank while its steps are taken in order."""
 
     def __init__(self) -> None:
-        self.clock: dict[str, float] = {COMPUTE: 0.0}
-        self.work: dict[str, float] = {COMPUTE: 0.0}
-        self.stalled: dict[str, float] = {}
+        self.clock: dict[Stream, float] = {COMPUTE: 0.0}
+        self.work: dict[Stream, float] = {COMPUTE: 0.0}
+        self.stalled: dict[Stream, float] = {}
         self.bubble_s = 0.0
         self.bubbles: list[tuple[float, float]] = []
         self.spans: list[Span] = []
-        self._late: tuple[Step, str, float] | None = None
-        self._unfinished: dict[Name, tuple[float, str]] = {}
+        self._late: tuple[Step, Stream, float] | None = None
+        self._unfinished: dict[Name, tuple[float, Stream]] = {}
 
     @property
     def end_s(self) -> float:
         """When the last stream falls idle."""
         return max(self.clock.values())
 
-    def stalled_s(self, on: str) -> float:
-        """Seconds compute stood still for streams whose names begin so."""
-        return sum((seconds for stream, seconds in self.stalled.items() if stream.startswith(on)), 0.0)
+    def stalled_s(self, *on: StreamKind) -> float:
+        """Seconds compute stood still for streams of these kinds."""
+        return sum((seconds for stream, seconds in self.stalled.items() if stream.kind in on), 0.0)
 
     @property
-    def all_stalled_s(self) -> dict[str, float]:
+    def all_stalled_s(self) -> dict[Stream, float]:
         """Seconds compute stood still for each stream, and at the end for the one that ends last."""
         last, left = max(self.clock, key=lambda stream: self.clock[stream]), self.end_s - self.clock[COMPUTE]
         return {**self.stalled, last: self.stalled.get(last, 0.0) + left} if left > 0 else dict(self.stalled)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds compute stood still for communication."""
-        return sum((s for stream, s in self.stalled.items() if not stream.startswith((COPY, UPDATE))), 0.0)
 
     def call(self, step: Step, block: TimeBlock) -> None:
         """Run a block's events."""
@@ -104,14 +97,26 @@ class TimeWalk:
         self._span(step, COMPUTE, begin, now, step.block, busy)
 
     def compute(self, step: Step, seconds: float, label: str) -> None:
-        """Run one kernel outside of blocks."""
+        """Run one kernel outside of blocks.
+
+        Args:
+            step: that it is of.
+            seconds: that it takes.
+            label: of its span.
+        """
         begin = self.clock[COMPUTE]
         self.clock[COMPUTE] = begin + seconds
         self.work[COMPUTE] += seconds
         self._span(step, COMPUTE, begin, begin + seconds, label, seconds)
 
-    def update(self, step: Step, stream: str, seconds: float) -> None:
-        """An update elsewhere, for which compute stands still."""
+    def update(self, step: Step, stream: Stream, seconds: float) -> None:
+        """An update elsewhere, for which compute stands still.
+
+        Args:
+            step: that it is of.
+            stream: of the tier that updates.
+            seconds: that it takes.
+        """
         now = self.clock[COMPUTE]
         begin = max(now, self.clock.get(stream, 0.0))
         self.clock[COMPUTE] = self.clock[stream] = begin + seconds
@@ -119,8 +124,14 @@ class TimeWalk:
         self.stalled[stream] = self.stalled.get(stream, 0.0) + begin + seconds - now
         self._span(step, stream, begin, begin + seconds, "update", seconds)
 
-    def late_update(self, step: Step, stream: str, seconds: float) -> None:
-        """An update elsewhere, begun beside what follows."""
+    def late_update(self, step: Step, stream: Stream, seconds: float) -> None:
+        """An update elsewhere, begun beside what follows.
+
+        Args:
+            step: that it is of.
+            stream: of the tier that updates.
+            seconds: that it takes.
+        """
         begin = max(self.clock[COMPUTE], self.clock.get(stream, 0.0))
         self.clock[stream] = begin + seconds
         self.work[stream] = self.work.get(stream, 0.0) + seconds
@@ -136,8 +147,15 @@ class TimeWalk:
             self.stalled[stream] = self.stalled.get(stream, 0.0) + end - now
             self.clock[COMPUTE] = end
 
-    def message(self, step: Step, stream: str, label: str, begin: float, end: float) -> None:
-        """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble."""
+    def message(self, step: Step, stream: Stream, label: str, begin: float, end: float) -> None:
+        """Wait for a message that takes from begin to end; before it begins, waiting is the pipeline's bubble.
+
+        Args:
+            step: that waits.
+            stream: of the messages between the two meshes.
+            label: of its span.
+            begin, end: of the message, in seconds from the step's begin.
+        """
         now = self.clock[COMPUTE]
         if end > now:
             if begin > now:
@@ -150,7 +168,7 @@ class TimeWalk:
             self.work[stream] = self.work.get(stream, 0.0) + end - begin
             self._span(step, stream, begin, end, label, end - begin)
 
-    def _issue(self, step: Step, event: Issue, now: float) -> tuple[float, str]:
+    def _issue(self, step: Step, event: Issue, now: float) -> tuple[float, Stream]:
         """When what is issued ends, and on which stream it runs."""
         start = max(now, self.clock.get(event.stream, 0.0))
         end = start + event.seconds
@@ -162,7 +180,7 @@ class TimeWalk:
             self.work[self._late[1]] += event.host_s
         return end, event.stream
 
-    def _span(self, step: Step, stream: str, start: float, end: float, label: str, busy: float) -> None:
+    def _span(self, step: Step, stream: Stream, start: float, end: float, label: str, busy: float) -> None:
         if end > start:
             span = Span(
                 stream=stream,

@@ -28,7 +28,13 @@ def parse_offset(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def offset_value(text: str, coordinates: tuple[int, ...], microbatch: int) -> int:
-    """The number an offset stands for on a rank, in a microbatch."""
+    """The number an offset stands for on a rank, in a microbatch.
+
+    Args:
+        text: of the offset.
+        coordinates: of the rank on its mesh.
+        microbatch: its number.
+    """
 
     def place(key: str) -> int:
         if key == "+":

@@ -23,7 +23,8 @@ from enum import Enum
 
 from paraplan.ir.execution.names import Name, Role
 from paraplan.ir.execution.schedule import ActionKind, parse_action
-from paraplan.ir.model.graph import Arg
+from paraplan.ir.execution.streams import Channel
+from paraplan.ir.model.graph import Arg, arg_text
 from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
 from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
@@ -124,7 +125,7 @@ class Instr(Value, frozen=True, kw_only=True):
     @property
     def tier(self) -> str:
         """The tier a copy goes to or comes from; "" for all else."""
-        return str(self.args[1])[1:] if self.kind is InstrKind.COPY else ""
+        return arg_text(str(self.args[1])) if self.kind is InstrKind.COPY else ""
 
 
 class BlockRole(Enum):
@@ -288,7 +289,7 @@ class Transfer(Value, frozen=True, kw_only=True):
         dtype, shape: of what is sent, local; always contiguous.
         peers: per place in the rank's mesh, the rank at the other end; -1 for none, and then nothing is moved.
         starts: per place, where in the value the part that is sent begins; empty where all of it is.
-        channel: "<source>>dest": the first devices of both meshes; messages of a channel keep their order.
+        channel: between the meshes; its messages keep their order.
         sends: whether this end sends.
     """
 
@@ -297,7 +298,7 @@ class Transfer(Value, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     peers: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...] = ()
-    channel: str
+    channel: Channel
     sends: bool
 
     @property

@@ -112,7 +112,10 @@ class Schedule(Value, frozen=True, kw_only=True):
 def accumulate(num_microbatches: int, num_ranks: int, forwards_first: bool = False) -> Schedule:
     """One stage: forward and backward of each microbatch in turn, one reduction, one update.
 
-    `forwards_first`: all forwards, then all backwards.
+    Args:
+        num_microbatches: of a step.
+        num_ranks: all of one class.
+        forwards_first: all forwards, then all backwards.
     """
     texts = [f"0{kind}{m}" for m in range(num_microbatches) for kind in "FB"]
     if forwards_first:

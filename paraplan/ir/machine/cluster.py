@@ -205,8 +205,13 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         return min(self.group_of(device).device.memory_bytes for device in devices)
 
     def copy_s(self, tier: str, device: int, nbytes: int, from_host: bool = False) -> float:
-        """Seconds of one copy between a device (`from_host`: the memory on the way) and a tier.
+        """Seconds of one copy between a device and a tier.
 
+        Args:
+            tier: where to or from.
+            device: its number.
+            nbytes: of the copy.
+            from_host: between the tier and the memory on the way.
         Raises:
             ClusterError: no such link is described.
         """

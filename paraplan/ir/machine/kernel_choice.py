@@ -70,7 +70,13 @@ def offered(backend: str) -> dict[str, tuple[Kernel, ...]]:
 
 
 def fitting(backend: str, target: str, call: OpCall) -> tuple[Kernel, ...]:
-    """The kernels that take a call, the preferred ones first."""
+    """The kernels that take a call, the preferred ones first.
+
+    Args:
+        backend: of the device.
+        target: the op.
+        call: its local shapes, dtypes and arguments.
+    """
     return tuple(kernel for kernel in _KERNELS.get((backend, target), ()) if kernel.fits(call))
 
 
@@ -98,7 +104,13 @@ Dims = tuple[int, ...]
 
 def merged_dims(shape: Sequence[int], global_shape: Sequence[int], starts: Sequence[int]) -> tuple[Dims, Dims, Dims]:
     """Sizes, global sizes and starts of a block's leading dims, the last one first; a dim that lies wholly in the block
-    is one with that before it. At least one of each."""
+    is one with that before it. At least one of each.
+
+    Args:
+        shape: of the block.
+        global_shape: of the tensor.
+        starts: where the block begins, dim by dim.
+    """
     sizes, wholes, begins = [1], [1], [0]
     for size, whole, start in zip(shape[:-1], global_shape[:-1], starts[:-1], strict=True):
         if size == whole and start == 0:

@@ -99,7 +99,13 @@ class Mesh(Value, frozen=True, kw_only=True):
 
 
 def make_mesh(shape: tuple[int, ...], axes: tuple[str, ...], first_device: int = 0) -> Mesh:
-    """A row-major mesh over consecutive devices."""
+    """A row-major mesh over consecutive devices.
+
+    Args:
+        shape: size of every axis.
+        axes: their names.
+        first_device: the number of the first device.
+    """
     devices = tuple(range(first_device, first_device + math.prod(shape)))
     return Mesh(axes=axes, shape=shape, devices=devices)
 
@@ -182,7 +188,13 @@ def pads_little(n: int, size: int) -> bool:
 
 
 def padded_dims(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The (dim, axis) pairs of dims whose shards are padded, in order of axes."""
+    """The (dim, axis) pairs of dims whose shards are padded, in order of axes.
+
+    Args:
+        shape: of the tensor, global.
+        layout: a placement per mesh axis.
+        mesh_shape: size of every axis.
+    """
     found = []
     for axis, (placement, size) in enumerate(zip(layout, mesh_shape, strict=True)):
         if isinstance(placement, Shard) and shape[placement.dim] % size:
@@ -201,7 +213,13 @@ def cuts_further(outer: Layout, inner: Layout) -> bool:
 
 
 def is_view_of(shape: tuple[int, ...], outer: Layout, inner: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether a rank's inner shard is a slice of its outer one, padding included."""
+    """Whether a rank's inner shard is a slice of its outer one, padding included.
+
+    Args:
+        shape: of the tensor, global.
+        outer, inner: layouts, a placement per mesh axis.
+        mesh_shape: size of every axis.
+    """
     padded = padded_dims(shape, inner, mesh_shape)
     return cuts_further(outer, inner) and set(padded) <= set(padded_dims(shape, outer, mesh_shape))
 

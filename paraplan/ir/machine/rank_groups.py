@@ -156,7 +156,13 @@ def routes(plan: Plan, held: tuple[Holding, ...]) -> tuple[GroupPath, ...]:
 
 
 def group_of_class(plan: Plan, held: tuple[Holding, ...], actions: tuple[str, ...]) -> int:
-    """Which group a class of ranks with these actions belongs to."""
+    """Which group a class of ranks with these actions belongs to.
+
+    Args:
+        plan: whose schedule has the class.
+        held: what every group of ranks holds.
+        actions: of the class.
+    """
     for rank, of in enumerate(plan.schedule.rank_class):
         if plan.schedule.classes[of] == actions:
             return held.index(holding_of(held, rank))
@@ -179,6 +185,11 @@ def counted_here(program: Program, held: tuple[Holding, ...], holding: Holding) 
     """The parameters and buffers that a group speaks for, of which it has the only or the first copy.
 
     That is: no group before it holds them, or, of buffers the model writes, it is the first that writes them.
+
+    Args:
+        program: of the plan.
+        held: what every group of ranks holds.
+        holding: what this one does.
     """
     before = held[: held.index(holding)]
     names = {*holding.params, *holding.buffers}.difference(*(each.params for each in before))

@@ -172,7 +172,13 @@ def reshard_path(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims, 
 
 
 def only_gathers(shape: Dims, source: Layout, target: Layout, mesh_shape: Dims) -> bool:
-    """Whether gathers, one at least, lead from one layout to the other and nothing else is needed."""
+    """Whether gathers, one at least, lead from one layout to the other and nothing else is needed.
+
+    Args:
+        shape: of the tensor, global.
+        source, target: layouts, a placement per mesh axis.
+        mesh_shape: size of every axis.
+    """
     path = reshard_path(shape, source, target, mesh_shape)
     return bool(path) and all(move.is_gather for move in path)
 
@@ -292,7 +298,13 @@ def _moves(layout: Layout, options: tuple[tuple[Placement, ...], ...], frozen: i
 
 
 def pads(shape: Dims, move: Move, mesh_shape: Dims) -> bool:
-    """Whether a move of a tensor adds padding or drops some."""
+    """Whether a move of a tensor adds padding or drops some.
+
+    Args:
+        shape: of the tensor, global.
+        move: from one layout to the next.
+        mesh_shape: size of every axis.
+    """
     return any(
         axis == move.axis for layout in (move.before, move.after) for _, axis in padded_dims(shape, layout, mesh_shape)
     )

@@ -27,6 +27,28 @@ from paraplan.ir.struct import Value
 Arg = Any  # None | bool | int | float | str | tuple["Arg", ...]
 
 
+class ArgKind(Enum):
+    """What an argument that is text stands for, by its first character (see the module's head)."""
+
+    VALUE = "%"
+    TEXT = ":"
+    NUMBER = "~"
+    OFFSET = "#"
+
+
+_ARG_KINDS = {kind.value: kind for kind in ArgKind}
+
+
+def arg_kind(arg: Arg) -> ArgKind | None:
+    """What an argument stands for; None where it is itself."""
+    return _ARG_KINDS.get(arg[:1]) if isinstance(arg, str) else None
+
+
+def arg_text(arg: str) -> str:
+    """An argument without its first character: a value's name, or the literal text."""
+    return arg[1:]
+
+
 class Phase(Enum):
     """When an op runs."""
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paraplan.ir.model.graph import Arg
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind
 from paraplan.ir.model.tensor import FLOATS
 from paraplan.ir.plan import OPTIMIZERS
 from paraplan.ir.profile import UPDATE, VIEW, Measured, OpTime
@@ -211,10 +211,10 @@ def _arguments(op: LocalOp, tensors: list[Tensor], device: str) -> tuple[tuple[A
     def decode(arg: Arg) -> Any:
         if isinstance(arg, (tuple, list)):
             return tuple(decode(item) for item in arg)
-        if isinstance(arg, str) and arg.startswith("%"):
+        if arg_kind(arg) is ArgKind.VALUE:
             tensor = next(queue)
             return by_number.setdefault(arg, tensor)
-        if isinstance(arg, str) and arg.startswith("#"):
+        if arg_kind(arg) is ArgKind.OFFSET:
             return 0
         return decode_literal(arg)
 

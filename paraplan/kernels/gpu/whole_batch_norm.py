@@ -69,6 +69,14 @@ def _part_moments(x, parts, channels, space, count, per, block_c: tl.constexpr, 
 
 
 @triton.jit
+def _update_running(old, new, found, channel, here, keep: tl.constexpr, take: tl.constexpr, block_c: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A running statistic: keep of the old one, take of what was found."""
+    kept, taken = tl.full((block_c,), keep, found.dtype), tl.full((block_c,), take, found.dtype)
+    value = tl.load(old + channel, mask=here, other=0.0).to(found.dtype) * kept + found * taken
+    tl.store(new + channel, value.to(new.dtype.element_ty), mask=here)
+
+
+@triton.jit
 def _whole(
     x,
     parts,
@@ -121,12 +129,10 @@ def _whole(
         tl.store(mean_out + channel, mean, mask=here)
         tl.store(rstd_out + channel, rstd, mask=here)
         if runs:
-            kept, taken = tl.full((block_c,), keep, kind), tl.full((block_c,), take, kind)
-            value = tl.load(old_mean + channel, mask=here, other=0.0).to(kind) * kept + mean * taken
-            tl.store(new_mean + channel, value.to(new_mean.dtype.element_ty), mask=here)
-            value = tl.load(old_var + channel, mask=here, other=0.0).to(kind) * kept
-            value += squares * tl.full((block_c,), unbiased, kind) * taken
-            tl.store(new_var + channel, value.to(new_var.dtype.element_ty), mask=here)
+            _update_running(old_mean, new_mean, mean, channel, here, keep, take, block_c)
+            _update_running(
+                old_var, new_var, squares * tl.full((block_c,), unbiased, kind), channel, here, keep, take, block_c
+            )
     scale = rstd
     if weighed:
         scale *= tl.load(w + channel, mask=here, other=0.0).to(kind)

@@ -94,7 +94,17 @@ def lower_backward(
     tangents: tuple[Given | None, ...],
     split: bool = False,
 ) -> LoweredBackward:
-    """Lower a kind's backward ops; `tangents` says how each output's gradient arrives."""
+    """Lower a kind's backward ops; `tangents` says how each output's gradient arrives.
+
+    Args:
+        name: of the block.
+        kind, choice: what is lowered, and what the plan decides of it.
+        micro: what its ops do along the microbatch axis.
+        context: the mesh, and where values are given.
+        forward: the kind's forward, lowered; what it saves is read here.
+        tangents: how each output's gradient arrives; None where none does.
+        split: whether gradients of inputs and of parameters are two blocks.
+    """
     chunks = chosen_chunks(kind, choice, forward.strategies, context)
     kind = executed(kind, choice)
     task = _Task(name, kind, choice, micro, context, forward, tangents, chunks)

@@ -16,12 +16,23 @@ def half_of(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward
 
 
 def returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
-    """What a segment's backward, or half of it, reads from tiers."""
+    """What a segment's backward, or half of it, reads from tiers.
+
+    Args:
+        parts: the blocks of a stage.
+        index: of the segment.
+        half: the kind of action: the whole backward, or one of its halves.
+    """
     inputs = half_of(parts, index, half).block.inputs
     return tuple(value for value in parts.forwards[index].away.values() if value.back.base in inputs)
 
 
 def needs_zero(parts: StageBlocks, index: int, half: ActionKind, tangent: str) -> bool:
-    """Whether this half is the first that reads a tangent without a source, which is zero."""
+    """Whether this half is the first that reads a tangent without a source, which is zero.
+
+    Args:
+        parts, index, half: as of `returning`.
+        tangent: name in the kind.
+    """
     first = half is not ActionKind.W or tangent not in half_of(parts, index, ActionKind.I).block.inputs
     return first and tangent in half_of(parts, index, half).block.inputs

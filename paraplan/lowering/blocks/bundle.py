@@ -36,6 +36,11 @@ def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
     """Whether a tensor that is moved is worth bundling: by what is left of it on a rank, of a scatter.
 
     Padding is neither added to a bundle nor dropped from one.
+
+    Args:
+        spec: of the tensor, global.
+        move: what is to be done to it.
+        mesh_shape: size of every axis.
     """
     layout = move.after if move.split_dim >= 0 else move.before
     nbytes = TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes
@@ -47,6 +52,11 @@ def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUN
     at `most_bytes`, the plan's bound.
 
     So what bundles across segments hold stays of the order of what a segment holds anyway.
+
+    Args:
+        nbytes: of the bundle.
+        widest_bytes: what one segment alone puts in a bundle.
+        most_bytes: the plan's bound.
     """
     return nbytes >= min(most_bytes, max(SMALL_BYTES, 2 * widest_bytes))
 

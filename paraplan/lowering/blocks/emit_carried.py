@@ -26,7 +26,13 @@ Dims = tuple[int, ...]
 
 
 def row_major(emitter: BlockEmitter, op: Op, names: dict[tuple[str, Layout], str]) -> dict[tuple[str, Layout], str]:
-    """The op's inputs, copied where they do not lie as the op wants them."""
+    """The op's inputs, copied where they do not lie as the op wants them.
+
+    Args:
+        emitter: the block's.
+        op: that reads them.
+        names: (value, layout) -> local name.
+    """
     if op.rule is None or not op.rule.row_major_inputs:
         return names
     found = {}

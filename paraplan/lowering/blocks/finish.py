@@ -24,7 +24,15 @@ def finish_block(
     role: BlockRole,
     kind: str = "",
 ) -> Block:
-    """The block of these instructions, ordered and with frees."""
+    """The block of these instructions, ordered and with frees.
+
+    Args:
+        name: of the block.
+        inputs, outputs, saved: local names; None for an absent output.
+        values: by local name.
+        instrs: in the order they were written.
+        role, kind: what the block is (`Block`).
+    """
     ordered = _overlap(inputs, outputs, saved, instrs)
     kept = {out for out in outputs if out is not None} | set(saved)
     return Block(
@@ -52,6 +60,13 @@ def split_block(
 
     Each takes what those before issued, and inputs and values of theirs that it reads; the first is None where nothing
     waits.
+
+    Args:
+        name: of the last block.
+        inputs, outputs: local names; None for an absent output.
+        values: by local name.
+        instrs: in order.
+        role: of all of them.
     """
     waits = [index for index, instr in enumerate(instrs) if instr.kind is InstrKind.WAIT]
     if not waits:

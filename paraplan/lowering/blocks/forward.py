@@ -119,6 +119,11 @@ def chosen_strategies(
 ) -> tuple[Strategy, ...]:
     """The strategy of every op, on the extended mesh.
 
+    Args:
+        kind, choice: whose ops, and the keys of their strategies.
+        micro: what ops do along the microbatch axis.
+        mesh_shape: size of every axis.
+        m: number of microbatches.
     Raises:
         InvalidPlanError: a key names no legal strategy of its op.
     """
@@ -157,7 +162,14 @@ def own_grads(kind: SegmentKind) -> frozenset[str]:
 def lower_forward(
     name: str, kind: SegmentKind, choice: KindChoice, micro: KindMicro, context: KindContext
 ) -> LoweredForward:
-    """Lower a kind's forward ops."""
+    """Lower a kind's forward ops.
+
+    Args:
+        name: of the block.
+        kind, choice: what is lowered, and what the plan decides of it.
+        micro: what its ops do along the microbatch axis.
+        context: the mesh, and where values are given.
+    """
     m = context.num_microbatches
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
     if context.reduce_dtype:
@@ -227,6 +239,9 @@ def evaluate_forward(
     """Lower a kind's forward for an evaluation: nothing saved, nothing random; outputs, then asides.
 
     Ops whose results only the backward reads are left out, and dropout is its input.
+
+    Args:
+        name, kind, choice, micro, context: as of `lower_forward`.
     """
     m, graph = context.num_microbatches, kind.graph
     strategies = chosen_strategies(kind, choice, micro, context.mesh_shape, m)
@@ -272,7 +287,13 @@ def executed(kind: SegmentKind, choice: KindChoice) -> SegmentKind:
 def chosen_chunks(
     kind: SegmentKind, choice: KindChoice, strategies: tuple[Strategy, ...], context: KindContext
 ) -> Chunks:
-    """What of the kind runs in chunks."""
+    """What of the kind runs in chunks.
+
+    Args:
+        kind, choice: what is lowered, and what the plan decides of it.
+        strategies: of its ops.
+        context: the mesh.
+    """
     if choice.split is None:
         return WHOLE
     return chunks_of(kind, choice.split, strategies, (context.num_microbatches, *context.mesh_shape))
@@ -340,6 +361,12 @@ def early(
     """Per parameter slot, the gather that can be made before the block whose ops these are, with other segments'.
 
     Only of a small parameter that all its readers want in one layout other than its own.
+
+    Args:
+        kind: whose parameters.
+        strategies: of its ops.
+        ops: of the block, by their numbers.
+        context: the mesh, and where parameters are given.
     """
     extended = (context.num_microbatches, *context.mesh_shape)
     wanted: dict[str, dict[Layout, None]] = {}

@@ -49,7 +49,14 @@ def fill_padding(emitter: BlockEmitter, op: Op, graph: Graph, strategy: Strategy
 
 
 def keep_zeros(emitter: BlockEmitter, name: str, source: str, move: Move, result: str) -> None:
-    """Note which padding of a moved value is zero: what the move added, and what was zero before."""
+    """Note which padding of a moved value is zero: what the move added, and what was zero before.
+
+    Args:
+        emitter: the block's.
+        name: of the value.
+        source, result: local names before and after the move.
+        move: what was done.
+    """
     for dim, axis in padded_dims(emitter.specs[name].shape, move.after, emitter.mesh_shape):
         if axis == move.axis or (source, dim) in emitter.zeroed:
             emitter.zeroed.add((result, dim))

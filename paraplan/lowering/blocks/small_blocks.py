@@ -20,7 +20,15 @@ Dims = tuple[int, ...]
 def count_block(
     kind: str, denominator: Denominator, micro: KindMicro, given: tuple[Layout, ...], extended: Dims
 ) -> tuple[Block, Layout]:
-    """One microbatch's share of a denominator, which is called `kind`; the result stays partial."""
+    """One microbatch's share of a denominator, which is called `kind`; the result stays partial.
+
+    Args:
+        kind: what the block is called.
+        denominator: of the program.
+        micro: what its ops do along the microbatch axis.
+        given: layout of every input.
+        extended: shape of the mesh, the microbatch axis first.
+    """
     graph = denominator.graph
     emitter = BlockEmitter(f"{kind}.count", extended, BlockRole.COUNT, kind)
     for value, layout in zip(graph.inputs, given, strict=True):
@@ -46,7 +54,14 @@ def nearest(options: tuple[Strategy, ...], homes: tuple[Layout, ...]) -> Strateg
 
 
 def total_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> Block:
-    """The whole denominator; input `count`."""
+    """The whole denominator; input `count`.
+
+    Args:
+        name: of the block.
+        spec: of the count.
+        layout: the count is given in.
+        extended: shape of the mesh, the microbatch axis first.
+    """
     emitter = BlockEmitter(name, extended, BlockRole.COUNT)
     emitter.give("count", spec, (R, *layout[1:]))
     return emitter.finish((emitter.get("count", (R,) * len(extended)),), ())
@@ -78,7 +93,14 @@ def tangent_block(
 
 
 def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> Block:
-    """The gradient of an output nobody differentiates."""
+    """The gradient of an output nobody differentiates.
+
+    Args:
+        name: of the block.
+        spec: of the output, global.
+        layout: that its gradient is wanted in.
+        extended: shape of the mesh, the microbatch axis first.
+    """
     emitter = BlockEmitter(name, extended, BlockRole.ZERO)
     shape = local_shape(spec.shape, layout, extended)
     zero = emitter.local("aten.full.default", (shape, 0.0), "zero", spec.dtype, shape, {"dtype": ":" + spec.dtype})
@@ -98,6 +120,13 @@ def loss_block(
     Numerators without a denominator are multiplied by `share`.
 
     Where losses have names, each follows as a result of its own, without its weight.
+
+    Args:
+        name: of the block.
+        terms: of the loss.
+        specs, layouts: of every term's numerator.
+        extended: shape of the mesh, the microbatch axis first.
+        share: of a numerator without a denominator.
     """
     emitter = BlockEmitter(name, extended, BlockRole.LOSS)
     whole = (R,) * len(extended)
@@ -135,7 +164,16 @@ def _scalar_sum(emitter: BlockEmitter, addends: list[str], stem: str, dtype: str
 def buffer_block(
     name: str, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int, extended: Dims
 ) -> Block:
-    """A buffer overwritten by the sum of its new values; inputs `stored` and `new<i>`, `layout` as they lie."""
+    """A buffer overwritten by the sum of its new values; inputs `stored` and `new<i>`, `layout` as they lie.
+
+    Args:
+        name: of the block.
+        spec: of the buffer, global.
+        layout: of the new values.
+        strides: of the new values; None for row-major.
+        addends: how many new values are summed.
+        extended: shape of the mesh, the microbatch axis first.
+    """
     emitter = BlockEmitter(name, extended, BlockRole.BUFFER)
     whole = (R,) * len(extended)
     emitter.give("stored", spec, whole)
@@ -147,7 +185,11 @@ def buffer_block(
 def share_block(
     name: str, spec: TensorSpec, layout: Layout, strides: Dims | None, addends: int, extended: Dims
 ) -> Block:
-    """A group's share of a buffer's new value, whole in a storage of its own; inputs as of `buffer_block`."""
+    """A group's share of a buffer's new value, whole in a storage of its own; inputs as of `buffer_block`.
+
+    Args:
+        name, spec, layout, strides, addends, extended: as of `buffer_block`.
+    """
     emitter = BlockEmitter(name, extended, BlockRole.BUFFER)
     total = _whole_sum(emitter, spec, layout, strides, addends)
     value = emitter.values[total]

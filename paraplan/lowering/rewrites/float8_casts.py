@@ -21,7 +21,13 @@ SCALE, CAST = "paraplan.float8_scale", "paraplan.float8_cast"
 
 
 def casts_first(kind: SegmentKind, strategies: Sequence[Strategy], order: Sequence[int]) -> list[int]:
-    """The order with scales, then casts, of weights that are gathered as float8 in front."""
+    """The order with scales, then casts, of weights that are gathered as float8 in front.
+
+    Args:
+        kind: whose ops.
+        strategies: of its ops.
+        order: numbers of ops.
+    """
     ops = kind.graph.ops
     wanted: dict[str, set[Layout]] = {}
     for index in order:
@@ -41,7 +47,13 @@ def casts_first(kind: SegmentKind, strategies: Sequence[Strategy], order: Sequen
 
 
 def each_once(graph: Graph, strategies: Sequence[Strategy], order: Sequence[int]) -> tuple[Graph, list[int]]:
-    """The graph and the order without casts that repeat an earlier one, whose result their readers take."""
+    """The graph and the order without casts that repeat an earlier one, whose result their readers take.
+
+    Args:
+        graph: of the kind.
+        strategies: of its ops.
+        order: numbers of ops.
+    """
     made: dict[object, str] = {}
     same: dict[str, str] = {}
     here = frozenset(order)

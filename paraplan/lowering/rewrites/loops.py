@@ -17,7 +17,7 @@ from paraplan.ir.execution.offsets import parse_offset
 from paraplan.ir.execution.rank_program import GROW, PUT, ROOM, Instr
 from paraplan.ir.machine.mesh import Layout, Partial, Shard
 from paraplan.ir.machine.reshard import Move, reshard_path
-from paraplan.ir.model.graph import Arg, Graph
+from paraplan.ir.model.graph import Arg, ArgKind, Graph, arg_kind
 from paraplan.ir.model.program import HALVES
 from paraplan.ir.model.strides import is_contiguous, is_dense
 from paraplan.lowering.blocks.emit import BlockEmitter
@@ -259,7 +259,7 @@ class ChunkEmitter(BlockEmitter):
         """An argument with the coordinate along the axis in time filled in."""
         if isinstance(arg, (tuple, list)):
             return tuple(self._placed(item) for item in arg)
-        if not isinstance(arg, str) or not arg.startswith("#"):
+        if arg_kind(arg) is not ArgKind.OFFSET:
             return arg
         terms = parse_offset(arg)
         fixed = sum(step for key, step in terms if key == self._key) * self.chunk

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paraplan.ir.execution.rank_program import Block, Instr, LocalValue
-from paraplan.ir.model.graph import Arg, Graph, Op, refs
+from paraplan.ir.model.graph import Arg, ArgKind, Graph, Op, arg_kind, refs
 from paraplan.ir.model.strides import is_contiguous
 from paraplan.lowering.blocks.finish import with_frees
 
@@ -303,7 +303,7 @@ class _Chains:
 
     def _alike(self, arg: Arg, name: str) -> bool:
         """Whether an argument is a tensor of this one's shape and dtype."""
-        if not isinstance(arg, str) or not arg.startswith("%"):
+        if arg_kind(arg) is not ArgKind.VALUE:
             return False
         one, other = self.block.values[_name(arg)], self.block.values[name]
         return (one.dtype, one.shape) == (other.dtype, other.shape)

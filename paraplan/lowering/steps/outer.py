@@ -101,7 +101,13 @@ def _value(
 
 
 def seed_name(program: Program, number: int, m: int) -> Name:
-    """The outer name of one of a batch's seeds; microbatches that are batches by themselves have their own."""
+    """The outer name of one of a batch's seeds; microbatches that are batches by themselves have their own.
+
+    Args:
+        program: that draws.
+        number: of the seed in the batch.
+        m: the microbatch.
+    """
     return outer_names.seed(number, m if program.apart > 1 else -1)
 
 
@@ -120,6 +126,11 @@ def with_drops(steps: tuple[Step, ...], outer: dict[Name, OuterValue], kept: set
     """The steps, each giving up the values it is the last to read (what nobody reads is dropped at once).
 
     A name that a later microbatch gives to another value is given up by the last reader of the first.
+
+    Args:
+        steps: in order.
+        outer: values that exist before the step.
+        kept: what nothing gives up.
     """
     always = set(outer) | kept
     seen = set(always)

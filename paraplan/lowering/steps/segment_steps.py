@@ -20,6 +20,7 @@ from paraplan.lowering.blocks.backward_halves import half_of, needs_zero, return
 from paraplan.lowering.blocks.small_blocks import zero_block
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.stage_blocks import StageBlocks
+from paraplan.lowering.steps.cast_steps import CastSteps
 from paraplan.lowering.steps.gradients import Gradients
 from paraplan.lowering.steps.loss_steps import LossSteps
 from paraplan.lowering.steps.outer import seed_name
@@ -28,7 +29,6 @@ from paraplan.lowering.transfers.activation_offload import copies_away, copies_b
 from paraplan.lowering.transfers.boundary_offload import Boundaries
 from paraplan.lowering.transfers.bundled_transfers import Parcel, ParcelBlocks
 from paraplan.lowering.transfers.flights import Flights, Stop, stops
-from paraplan.lowering.transfers.held_casts import CastSteps
 from paraplan.lowering.transfers.param_allgather import Visit, gather_groups
 from paraplan.lowering.transfers.param_prefetch import Fetches
 

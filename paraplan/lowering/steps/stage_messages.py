@@ -17,6 +17,7 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, RankProgram, Step, StepKind, Transfer
+from paraplan.ir.execution.streams import Channel
 from paraplan.ir.machine.mesh import R
 from paraplan.ir.model.strides import is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
@@ -63,12 +64,22 @@ class StageMessages:
         return [each for each in crossings if each.end == stage and each.message.target == self._group]
 
     def post(self, crossings: Iterable[Crossing], stage: int, m: int, name_of: NameOf) -> None:
-        """Begin to receive what a stage needs for a microbatch."""
+        """Begin to receive what a stage needs for a microbatch.
+
+        Args:
+            crossings: values that go from stage to stage.
+            stage, m: that reads them, and the microbatch.
+            name_of: the outer name of a value.
+        """
         for each in self._due(crossings, stage):
             self.receive(each.message, name_of(each.value, each.message.source), m)
 
     def arrive(self, crossings: Iterable[Crossing], stage: int, m: int, name_of: NameOf) -> list[tuple[str, Name]]:
-        """Wait for what a stage needs for a microbatch; (value, outer name) of each."""
+        """Wait for what a stage needs for a microbatch; (value, outer name) of each.
+
+        Args:
+            crossings, stage, m, name_of: as of `post`.
+        """
         found = []
         for each in self._due(crossings, stage):
             name = name_of(each.value, each.message.source)
@@ -77,7 +88,13 @@ class StageMessages:
         return found
 
     def receive(self, message: Message, name: Name, m: int = -1) -> None:
-        """Begin to receive a message as an outer name, unless that is done."""
+        """Begin to receive a message as an outer name, unless that is done.
+
+        Args:
+            message: to receive.
+            name: that it becomes.
+            m: the microbatch; -1 for none.
+        """
         if (message.name, m) in self._posted:
             return
         whole = self._is_whole(message)
@@ -88,7 +105,11 @@ class StageMessages:
         self._posted[message.name, m] = names
 
     def arrived(self, message: Message, name: Name, m: int = -1) -> None:
-        """Wait for a message and bring it to the layout it is wanted in."""
+        """Wait for a message and bring it to the layout it is wanted in.
+
+        Args:
+            message, name, m: as of `receive`.
+        """
         self.receive(message, name, m)
         names = self._posted.pop((message.name, m))
         for key, part in zip(self._keys(message, sends=False), names, strict=True):
@@ -103,14 +124,28 @@ class StageMessages:
         return len(self._keys(message, sends=False)) == 1 and message.received == message.wanted
 
     def send(self, crossing: Crossing, name: Name, given: Given, m: int) -> None:
-        """Send a value, once all but so many of its messages before are through."""
+        """Send a value, once all but so many of its messages before are through.
+
+        Args:
+            crossing: the value's way.
+            name: of the value.
+            given: the layout and strides it is there in.
+            m: the microbatch.
+        """
         flying = self._flying.setdefault(crossing.message.name, [])
         while len(flying) >= max(1, abs(crossing.end - crossing.begin)):
             self._await(flying.pop(0))
         self.send_now(crossing.message, name, given, m)
 
     def send_now(self, message: Message, name: Name, given: Given, m: int = -1) -> None:
-        """Send a value."""
+        """Send a value.
+
+        Args:
+            message: to send.
+            name: of the value.
+            given: the layout and strides it is there in.
+            m: the microbatch; -1 for none.
+        """
         block = self._packing(message, given)
         if block is not None:
             packed = name.packed(message.target)
@@ -215,9 +250,9 @@ def in_order(built: Mapping[tuple[str, ...], RankProgram]) -> dict[tuple[str, ..
     Raises:
         InvalidPlanError: a message is sent and not received, or received and not sent.
     """
-    sent: dict[str, list[tuple[str, int]]] = {}
+    sent: dict[Channel, list[tuple[str, int]]] = {}
     for program in built.values():
-        orders: dict[str, list[tuple[str, int]]] = {}
+        orders: dict[Channel, list[tuple[str, int]]] = {}
         for step in program.steps:
             if step.kind is StepKind.SEND:
                 transfer = program.transfers[step.transfer]
@@ -233,9 +268,9 @@ def in_order(built: Mapping[tuple[str, ...], RankProgram]) -> dict[tuple[str, ..
     return {actions: _reordered(program, sent) for actions, program in built.items()}
 
 
-def _reordered(program: RankProgram, sent: Mapping[str, list[tuple[str, int]]]) -> RankProgram:
+def _reordered(program: RankProgram, sent: Mapping[Channel, list[tuple[str, int]]]) -> RankProgram:
     """The program with its receives in order."""
-    places: dict[str, dict[tuple[str, int], list[int]]] = {}
+    places: dict[Channel, dict[tuple[str, int], list[int]]] = {}
     for position, step in enumerate(program.steps):
         if step.kind is StepKind.RECV:
             transfer = program.transfers[step.transfer]

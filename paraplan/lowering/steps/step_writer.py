@@ -110,7 +110,13 @@ class StepWriter:
         microbatch: int = -1,
         segment: int = -1,
     ) -> None:
-        """Write a step that calls a block, for a segment in a microbatch where it belongs to one."""
+        """Write a step that calls a block, for a segment in a microbatch where it belongs to one.
+
+        Args:
+            block: that is called.
+            args, outs: outer names; None for an output that is absent.
+            microbatch, segment: that the call is of; -1 for none.
+        """
         self.blocks[block.name] = block
         self.add(StepKind.CALL, block=block.name, args=args, outs=outs, microbatch=microbatch, segment=segment)
 

@@ -36,7 +36,14 @@ def whole_of(given: Given) -> Given:
 
 
 def gather_block(name: str, spec: TensorSpec, given: Given, extended: Dims) -> Block:
-    """The whole of a value from what the microbatches say, inputs `x<m>`; see `whole_of` for its layout."""
+    """The whole of a value from what the microbatches say, inputs `x<m>`; see `whole_of` for its layout.
+
+    Args:
+        name: of the block.
+        spec: of the value, global.
+        given: the layout and strides microbatches give it in.
+        extended: shape of the mesh, the microbatch axis first.
+    """
     emitter = BlockEmitter(name, extended, BlockRole.GATHER)
     first, count = given.layout[0], extended[0]
     wanted = (first, *whole_of(given).layout[1:])
@@ -61,7 +68,15 @@ def gather_block(name: str, spec: TensorSpec, given: Given, extended: Dims) -> B
 
 
 def cut_block(name: str, spec: TensorSpec, given: Given, part: Layout, extended: Dims) -> Block:
-    """A microbatch's part, in a storage of its own, of a gradient of the whole batch; input `x`."""
+    """A microbatch's part, in a storage of its own, of a gradient of the whole batch; input `x`.
+
+    Args:
+        name: of the block.
+        spec: of the gradient, global.
+        given: the layout and strides it is there in.
+        part: the layout of the part.
+        extended: shape of the mesh, the microbatch axis first.
+    """
     emitter = BlockEmitter(name, extended, BlockRole.CUT)
     emitter.give("x", spec, given.layout, given.strides)
     return emitter.finish(unshared(emitter, (emitter.get("x", part),)), ())
@@ -98,7 +113,12 @@ class Turn:
         return (stage, m) == (self.stage, self.last)
 
     def begins(self, stage: int, m: int, kind: ActionKind) -> bool:
-        """Whether the tail's backward, or half of it, precedes this one."""
+        """Whether the tail's backward, or half of it, precedes this one.
+
+        Args:
+            stage, m: whose backward, and the microbatch.
+            kind: of action: the whole backward or a half.
+        """
         return stage == self.stage and self.first.get(kind) == m
 
 

@@ -24,7 +24,13 @@ from paraplan.lowering.steps.step_writer import BlockCache, Flight
 
 
 def away_value(local: str, value: LocalValue, tier: str) -> LocalValue:
-    """A value's copy on a tier, as it is issued: it lies as the value does where that is dense, else in rows."""
+    """A value's copy on a tier, as it is issued: it lies as the value does where that is dense, else in rows.
+
+    Args:
+        local: name of the value.
+        value: as the block has it.
+        tier: where it goes.
+    """
     strides = value.strides if is_dense(value.shape, value.strides) else contiguous_strides(value.shape)
     return LocalValue(
         dtype=value.dtype,
@@ -76,20 +82,39 @@ class AwayValue:
 
 
 def leaving(local: str, part: TensorSpec, tier: str, strides: tuple[int, ...] | None = None) -> AwayValue:
-    """A rank's part of a value that is to wait on a tier; contiguous where no strides are given."""
+    """A rank's part of a value that is to wait on a tier; contiguous where no strides are given.
+
+    Args:
+        local: name of the value.
+        part: the rank's part.
+        tier: where it goes.
+        strides: of the part; None for row-major.
+    """
     strides = strides or contiguous_strides(part.shape)
     value = LocalValue(dtype=part.dtype, shape=part.shape, strides=strides, base=local, storage_bytes=part.nbytes)
     return AwayValue(local, strides, away_value(local, value, tier))
 
 
 def copies_away(blocks: BlockCache, values: tuple[AwayValue, ...], segment: int, m: int) -> Flight:
-    """The copies away of what a segment saves, which its forward block issues."""
+    """The copies away of what a segment saves, which its forward block issues.
+
+    Args:
+        blocks: made before.
+        values: that leave.
+        segment, m: whose, and the microbatch.
+    """
     block = blocks.get("away.", away_block, values)
     return Flight((None, block), _saved_names(block, segment, m), microbatch=m, segment=segment)
 
 
 def copies_back(blocks: BlockCache, values: tuple[AwayValue, ...], segment: int, m: int) -> Flight | None:
-    """The copies back of what a segment saved, for which its backward block waits."""
+    """The copies back of what a segment saved, for which its backward block waits.
+
+    Args:
+        blocks: made before.
+        values: that come back.
+        segment, m: whose, and the microbatch.
+    """
     if not values:
         return None
     block = blocks.get("back.", back_block, values)
@@ -117,7 +142,13 @@ def away_block(name: str, values: tuple[AwayValue, ...]) -> Block:
 
 
 def back_block(name: str, values: tuple[AwayValue, ...], role: BlockRole = BlockRole.PREFETCH) -> Block:
-    """Begins copies back."""
+    """Begins copies back.
+
+    Args:
+        name: of the block.
+        values: that come back.
+        role: of the block.
+    """
     known = {each.base: each for value in values for each in (value.there, value.back)}
     given, made = tuple(value.there.base for value in values), tuple(value.back.base for value in values)
     instrs = [

@@ -33,6 +33,9 @@ Names = tuple[str, ...]
 def boundary_tiers(program: Program, stage: Stage, tail: int) -> dict[str, str]:
     """The values a stage's segments hand on that wait on a tier, and which; what is gathered for the tail stays.
 
+    Args:
+        program, stage: of the plan.
+        tail: number of the first segment that reads all microbatches.
     Raises:
         InvalidPlanError: one is read by a segment of another stage.
     """
@@ -87,7 +90,12 @@ class Boundaries:
         return TensorSpec(spec.dtype, shape), given.strides
 
     def away(self, names: Names, segment: int, m: int) -> Flight:
-        """The copies away of what a segment's forward is the last to read."""
+        """The copies away of what a segment's forward is the last to read.
+
+        Args:
+            names: that the segment's forward is the last to read.
+            segment, m: which, and the microbatch.
+        """
         self._there.update((name, m) for name in names)
         values, outer = self._values(names, m)
         issues = self._cache.get("leave.b", leave_block, values)

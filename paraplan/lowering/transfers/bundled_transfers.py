@@ -156,7 +156,13 @@ def _put_in(emitter: BlockEmitter, local: str, way: Way) -> str:
 
 
 def travels_with(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Key | None:
-    """What a value must share with others to travel with them; None where it goes alone."""
+    """What a value must share with others to travel with them; None where it goes alone.
+
+    Args:
+        spec: of the value, global.
+        path: moves it makes.
+        mesh_shape: size of every axis.
+    """
     key = bundle_key(spec.dtype, path)
     if key is None or not is_small(spec, path[0], mesh_shape):
         return None
@@ -164,5 +170,11 @@ def travels_with(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Ke
 
 
 def local_bytes(spec: TensorSpec, layout: tuple[object, ...], mesh_shape: Dims) -> int:
-    """Bytes of a rank's part of a value."""
+    """Bytes of a rank's part of a value.
+
+    Args:
+        spec: of the value, global.
+        layout: a placement per axis.
+        mesh_shape: size of every axis.
+    """
     return TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes  # type: ignore[arg-type]

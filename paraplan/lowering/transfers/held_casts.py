@@ -16,19 +16,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paraplan.ir.execution.names import held
-from paraplan.ir.execution.rank_program import Block, BlockRole
-from paraplan.ir.machine.mesh import Layout, Partial, Placement, R, Shard, layout_text, parse_layout
-from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.machine.mesh import Layout, Placement, R, Shard, layout_text, parse_layout
+from paraplan.ir.model.graph import Graph, Op, Phase, arg_text
 from paraplan.ir.model.program import ParamSpec, Program, SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Stage
 from paraplan.ir.process.memo import SESSION, Lately, Same
-from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.rewrites.float8_casts import CAST, SCALE
-from paraplan.lowering.steps.step_writer import StepWriter
-from paraplan.rules.strategies import Strategy
 
 FORWARD, BACKWARD = "paraplan.float8_linear", "paraplan.float8_linear_grad_input"
 ROWS, TURNED, SCALED = "^8", "^8t", "^8s"
@@ -39,16 +33,36 @@ Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class HeldCast:
+    """What is made of a weight and held.
+
+    Attributes:
+        weight: the parameter.
+        dtype: that it is cast to, as an argument.
+        form: the cast as the weight lies, its transpose, or their scale.
+    """
+
+    weight: str
+    dtype: str
+    form: str
+
+    @property
+    def name(self) -> str:
+        """The parameter that lowering takes it for."""
+        return self.weight + self.form
+
+
+@dataclass(frozen=True)
 class HeldCasts:
     """What is held.
 
     Attributes:
         plan: with casts as parameters.
-        of: their names -> the parameter and the dtype it is cast to.
+        of: each by its name.
     """
 
     plan: Plan
-    of: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    of: Mapping[str, HeldCast] = field(default_factory=dict)
 
 
 def held_casts(plan: Plan) -> HeldCasts:
@@ -56,13 +70,14 @@ def held_casts(plan: Plan) -> HeldCasts:
     if not plan.hold_casts:
         return HeldCasts(plan)
     kinds = {index: _held_kind(kind) for index, kind in enumerate(plan.program.kinds) if _may_hold(plan, index)}
-    of: dict[str, tuple[str, str]] = {}
+    of: dict[str, HeldCast] = {}
     segments = []
     for segment in plan.program.segments:
         kind, found = kinds.get(segment.kind, (None, {}))
         names = dict(zip(plan.program.kinds[segment.kind].params, segment.params, strict=True))
-        more = tuple(names[local] + suffix for local in found for suffix in SUFFIXES)
-        of |= {names[local] + suffix: (names[local], found[local]) for local in found for suffix in SUFFIXES}
+        casts = [HeldCast(names[local], found[local], form) for local in found for form in SUFFIXES]
+        more = tuple(cast.name for cast in casts)
+        of |= {cast.name: cast for cast in casts}
         segments.append(msgspec.structs.replace(segment, params=(*segment.params, *more)) if kind else segment)
     program = msgspec.structs.replace(
         plan.program,
@@ -129,23 +144,23 @@ def _reading(op: Op, local: str) -> Op:
     return msgspec.structs.replace(op, args=(op.args[0], "%" + name, op.args[2], f"%{local}{SCALED}", backward))
 
 
-def _specs(program: Program, of: Mapping[str, tuple[str, str]]) -> dict[str, ParamSpec]:
+def _specs(program: Program, of: Mapping[str, HeldCast]) -> dict[str, ParamSpec]:
     found = {}
-    for name, (param, dtype) in of.items():
-        rows, columns = program.params[param].spec.shape
-        shape = {ROWS: (rows, columns), TURNED: (columns, rows), SCALED: ()}[name.removeprefix(param)]
-        spec = TensorSpec("float32" if name.endswith(SCALED) else dtype[1:], shape)
+    for name, cast in of.items():
+        rows, columns = program.params[cast.weight].spec.shape
+        shape = {ROWS: (rows, columns), TURNED: (columns, rows), SCALED: ()}[cast.form]
+        spec = TensorSpec("float32" if cast.form == SCALED else arg_text(cast.dtype), shape)
         found[name] = ParamSpec(spec=spec, trainable=False)
     return found
 
 
-def _with_casts(stage: Stage, program: Program, of: Mapping[str, tuple[str, str]]) -> Stage:
+def _with_casts(stage: Stage, program: Program, of: Mapping[str, HeldCast]) -> Stage:
     """A stage that holds casts where it holds their weights; nothing of them is recomputed."""
     params = dict(stage.params)
-    for name, (param, _) in of.items():
-        if param in params:
-            layout = parse_layout(params[param].stored)
-            text = layout_text(_layout(name.removeprefix(param), layout))
+    for name, cast in of.items():
+        if cast.weight in params:
+            layout = parse_layout(params[cast.weight].stored)
+            text = layout_text(form_layout(cast.form, layout))
             params[name] = ParamLayouts(stored=text, grad=text, state=text, ahead=True)
     choices = tuple(_without_casts(choice, program.kinds[choice.kind]) for choice in stage.choices)
     return msgspec.structs.replace(stage, params=params, choices=choices)
@@ -157,39 +172,15 @@ def _without_casts(choice: KindChoice, kind: SegmentKind) -> KindChoice:
     return choice if len(fates) == len(choice.activations) else msgspec.structs.replace(choice, activations=fates)
 
 
-def _layout(suffix: str, layout: Layout) -> Layout:
-    """How what is made of a weight lies where the weight lies so."""
-    if suffix == SCALED:
+def form_layout(form: str, layout: Layout) -> Layout:
+    """The layout of a form of a weight's cast where the weight's is `layout`."""
+    if form == SCALED:
         return (R,) * len(layout)
-    return layout if suffix == ROWS else tuple(map(_turned, layout))
+    return layout if form == ROWS else tuple(map(_turned, layout))
 
 
 def _turned(place: Placement) -> Placement:
     return Shard(dim=1 - place.dim) if isinstance(place, Shard) else place
-
-
-class CastSteps:
-    """Writes the casts of weights.
-
-    Args:
-        rank, writer: whose steps are written.
-    """
-
-    def __init__(self, rank: RankGroup, writer: StepWriter) -> None:
-        self._rank, self._writer = rank, writer
-        self._cast: set[str] = set()
-
-    def reach(self, index: int) -> None:
-        """A segment is run next: the weights that it is the first to read are cast."""
-        rank = self._rank
-        for name in rank.program.segments[index].params:
-            weight, dtype = rank.lowered.casts.get(name, ("", ""))
-            if not weight or not name.endswith(ROWS) or weight in self._cast:
-                continue
-            self._cast.add(weight)
-            spec, stored = rank.program.params[weight].spec, parse_layout(rank.holding.params[weight].stored)
-            block = self._writer.cache.get("held.", _cast_block, spec, stored, dtype, rank.extended)
-            self._writer.call(block, (rank.stored(weight),), tuple(held(f"{weight}{suffix}") for suffix in SUFFIXES))
 
 
 def cast_graph(spec: TensorSpec, dtype: str) -> Graph:
@@ -204,15 +195,3 @@ def cast_graph(spec: TensorSpec, dtype: str) -> Graph:
     scale = Op(target=SCALE, args=("%w", dtype), outs=("scale",))
     cast = Op(target=f"{CAST}_both", args=("%w", "%scale", dtype), outs=("rows", "turned"))
     return Graph(inputs=("w",), outputs=("rows", "turned", "scale"), values=values, ops=(scale, cast))
-
-
-def _cast_block(name: str, spec: TensorSpec, stored: Layout, dtype: str, extended: Dims) -> Block:
-    """A weight's shard scaled by the whole weight's maximum, cast, and cast to its transpose."""
-    emitter, graph = BlockEmitter(name, extended, BlockRole.HOLD_CAST), cast_graph(spec, dtype)
-    lies, turned, whole = (R, *stored), (R, *_layout(TURNED, stored)), (R,) * len(extended)
-    emitter.give("w", spec, lies, zeros=True)
-    partial = tuple(Partial(op="max") if isinstance(place, Shard) else R for place in lies)
-    emitter.op(graph.ops[0], graph, Strategy("", (lies,), (partial,), (whole,)), -1)
-    emitter.op(graph.ops[1], graph, Strategy("", (lies, whole), (lies, turned), (lies, turned)), -1)
-    results = (emitter.get("rows", lies), emitter.get("turned", turned), emitter.get("scale", whole))
-    return emitter.finish(results, ())

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from paraplan.ir.execution.rank_program import Transfer
+from paraplan.ir.execution.streams import Channel
 from paraplan.ir.machine.mesh import Layout, Mesh, Partial, Placement, R, Shard, local_shape, padded_dims
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.process.memo import SESSION
@@ -107,8 +108,14 @@ def _count(layout: list[Placement], shape: Dims, dim: int) -> int:
 
 @SESSION.cached(4096)
 def ends_of(message: Message, source: Mesh, target: Mesh, m: int) -> Ends:
-    """Who sends which part of a message to whom."""
-    channel = f"{source.devices[0]}>{target.devices[0]}"
+    """Who sends which part of a message to whom.
+
+    Args:
+        message: what is sent, and its layouts at both ends.
+        source, target: the meshes.
+        m: number of microbatches.
+    """
+    channel = Channel(source.devices[0], target.devices[0])
     spec, name = message.spec, message.name
 
     def transfer(shape: Dims, peers: Dims, sends: bool, starts: tuple[Dims, ...] = ()) -> Transfer:

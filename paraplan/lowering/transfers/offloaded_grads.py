@@ -58,7 +58,13 @@ def keep_block(name: str, value: LocalValue, tier: str, spec: TensorSpec, layout
 
 
 def kept_block(name: str, value: LocalValue, tier: str) -> Block:
-    """Waits for the copy."""
+    """Waits for the copy.
+
+    Args:
+        name: of the block.
+        value: the gradient.
+        tier: where it is copied to.
+    """
     x, home = msgspec.structs.replace(value, base="x"), _home(value, tier)
     issued = msgspec.structs.replace(home, base="home^!")
     known = {"home^!": issued, "x": x, "home^.": msgspec.structs.replace(issued, storage_bytes=0)}

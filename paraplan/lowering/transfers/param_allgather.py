@@ -47,7 +47,13 @@ def gather_groups(visits: Sequence[Visit], blocks: ParcelBlocks, most_bytes: int
 
 
 def grouped(visits: Sequence[Visit], mesh_shape: Dims, most_bytes: int) -> list[tuple[Visit, ...]]:
-    """Visits in order, in groups that gather a full bundle or end with the last."""
+    """Visits in order, in groups that gather a full bundle or end with the last.
+
+    Args:
+        visits: of parameters, in order.
+        mesh_shape: size of every axis.
+        most_bytes: of a bundle.
+    """
     sizes = [
         sum(local_bytes(parcel.spec, parcel.path[-1].after, mesh_shape) for parcel in visit.parcels) for visit in visits
     ]

@@ -44,7 +44,13 @@ class Fetches:
         return bool(self.rank.holding.params[name].stored_tier)
 
     def flight(self, read: Sequence[tuple[int, str]], segment: int, m: int, action: str) -> Flight | None:
-        """The copies of the parameters on tiers that a segment's block reads, by slot."""
+        """The copies of the parameters on tiers that a segment's block reads, by slot.
+
+        Args:
+            read: (slot, parameter) of those on tiers that the block reads.
+            segment, m: whose block, and the microbatch.
+            action: that it belongs to.
+        """
         if not read:
             return None
         values = tuple(self._value(position, name) for position, (_, name) in enumerate(read))
@@ -67,7 +73,14 @@ class Fetches:
 def came_block(
     name: str, values: tuple[AwayValue, ...], read: tuple[str, ...] = (), role: BlockRole = BlockRole.PREFETCH
 ) -> Block:
-    """Waits for copies to the device, and casts those that are `read` in another dtype."""
+    """Waits for copies to the device, and casts those that are `read` in another dtype.
+
+    Args:
+        name: of the block.
+        values: that are copied.
+        read: of every value, the dtype that readers want; left out, that it is stored in.
+        role: of the block.
+    """
     known: dict[str, LocalValue] = {}
     instrs, made = [], []
     for value, dtype in zip(values, read or [value.issued.dtype for value in values], strict=True):

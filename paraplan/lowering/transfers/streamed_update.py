@@ -221,7 +221,13 @@ def _way(layouts: ParamLayouts) -> tuple[str, str]:
 
 
 def bring_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
-    """Begins copies to where the update is."""
+    """Begins copies to where the update is.
+
+    Args:
+        name: of the block.
+        visitors: states that come.
+        role: of the block.
+    """
     known = {value.base: value for each in visitors for value in (each.at_home, each.coming)}
     instrs = [
         Instr(
@@ -237,7 +243,11 @@ def bring_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Bl
 
 
 def came_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
-    """Waits for them."""
+    """Waits for them.
+
+    Args:
+        name, visitors, role: as of `bring_block`.
+    """
     known = {value.base: value for each in visitors for value in (each.coming, each.at_home)}
     known |= {each.up.base: msgspec.structs.replace(each.coming, storage_bytes=0) for each in visitors}
     instrs = [_wait(each.coming.base, each.local, each.up.base) for each in visitors]
@@ -246,7 +256,11 @@ def came_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Blo
 
 
 def store_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
-    """Begins copies to where the states live."""
+    """Begins copies to where the states live.
+
+    Args:
+        name, visitors, role: as of `bring_block`.
+    """
     known = {value.base: value for each in visitors for value in (each.up, each.at_home)}
     known |= {f"{each.local}^!": each.leaving for each in visitors}
     instrs = [
@@ -263,7 +277,11 @@ def store_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Bl
 
 
 def stored_block(name: str, visitors: tuple[Visitor, ...], role: BlockRole) -> Block:
-    """Waits for them."""
+    """Waits for them.
+
+    Args:
+        name, visitors, role: as of `bring_block`.
+    """
     known: dict[str, LocalValue] = {}
     for each in visitors:
         issued = each.value(f"{each.local}^!", each.home)

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import msgspec
 
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.plan import Plan, Stage
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.mixed.positions import MixedPipeline, Position, device_budgets
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.grad_reductions import ROOM, reducing

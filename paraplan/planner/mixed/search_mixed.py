@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from paraplan.cost_models.predict import predict, with_reserved, with_used_profile
+from paraplan.cost_models.realised_plan import Realised, over_budget_bytes
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, SolverLimitError
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.sizes import say_size
@@ -28,7 +29,6 @@ from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.evaluate_plan import Realised, over_budget_bytes
 from paraplan.planner.mixed.links import Handing
 from paraplan.planner.mixed.listing import divisions, group_orders, scheduled
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate, MixedPricer, shifted

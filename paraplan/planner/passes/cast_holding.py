@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paraplan.planner.evaluate_plan import Budget, Realised, realised
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
 
 AT_EVERY_USE = "; weights cast at every use"
 """Of what a bound is where weights are cast once."""

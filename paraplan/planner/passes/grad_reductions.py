@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
 from paraplan.ir.execution.rank_program import BlockRole, StepKind
 from paraplan.ir.machine.mesh import P, parse_layout
 from paraplan.ir.model.program import trained_params
 from paraplan.ir.plan import Plan, Stage
-from paraplan.planner.evaluate_plan import Budget, Realised, realised
 
 GAIN = 1e-9
 """A step is shorter by more than a rounding."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
 from paraplan.ir.machine.mesh import R
 from paraplan.ir.plan import Plan
 from paraplan.lowering.stage_blocks import PlanBlocks
-from paraplan.planner.evaluate_plan import Budget, Realised, realised
 
 
 def parted(made: Realised, budget: Budget) -> Realised:

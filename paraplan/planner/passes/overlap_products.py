@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 import msgspec
 
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
 from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.plan import KindChoice, Plan, Stage
 from paraplan.lowering.blocks.forward import chosen_strategies
-from paraplan.planner.evaluate_plan import Budget, Realised, realised
+from paraplan.rules.choices import axis_part
 from paraplan.rules.expansions.overlap import GATHER, PRODUCTS, SCATTER, Pieces
 from paraplan.rules.strategies import Strategy, dims_of, is_expanded, strategy_named
 from paraplan.rules.time_axis import KindMicro, program_micro
@@ -119,7 +120,7 @@ def _keys(
         pieces = None
         if part == columns and found is not None and wanted[axis + 1] == R:
             pieces = _over_rows(GATHER, rows, found[axis + 1], found, wanted, axis + 1, count)
-        elif part.split(">")[0] == contracted and op.phase is Phase.FORWARD:
+        elif axis_part(part).does == contracted and op.phase is Phase.FORWARD:
             scattered = read[0] if part == contracted and read and set(read) == {read[0]} else final
             pieces = _over_rows(SCATTER, rows, scattered[axis + 1], scattered, made, axis + 1, count)
         if pieces is not None and not any(map(is_expanded, parts)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import NoPlanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.machine.tier_placement import HERE
@@ -12,7 +13,6 @@ from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay
 from paraplan.planner.passes.grad_reductions import reducing

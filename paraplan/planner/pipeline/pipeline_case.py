@@ -12,12 +12,12 @@ from functools import cached_property
 
 import msgspec
 
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.passes.grad_reductions import ROOM, WORTH, waiting_less
 from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, chain_memory, cut_chain

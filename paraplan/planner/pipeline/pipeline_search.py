@@ -21,12 +21,12 @@ import msgspec
 
 from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, with_used_profile
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.evaluate_plan import Realised, realised
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
 from paraplan.planner.passes.grad_reductions import reducing

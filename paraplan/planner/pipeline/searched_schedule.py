@@ -19,6 +19,7 @@ from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.execution.rendezvous import MESSAGES
 from paraplan.ir.execution.schedule import ActionKind, parse_action
+from paraplan.ir.execution.streams import StreamKind
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
@@ -152,7 +153,7 @@ def _read(
         more[action] = more.get(action, 0) + point.live_bytes - live
         end_s, live = point.end_s, point.live_bytes
     for span in trace.spans:
-        if span.stream.startswith("p2p:") and parse_action(span.action).kind in MESSAGES:
+        if span.stream.kind is StreamKind.MESSAGE and parse_action(span.action).kind in MESSAGES:
             took[span.action] = took.get(span.action, 0.0) + span.end_s - span.start_s
     for text, seconds in took.items():
         parsed = parse_action(text)

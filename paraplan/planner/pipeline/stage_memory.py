@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paraplan.cost_models.realised_plan import Budget, Realised
 from paraplan.ir.execution.schedule import ActionKind, Schedule, parse_action
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
-from paraplan.planner.evaluate_plan import Budget, Realised
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import choose
 

@@ -21,10 +21,10 @@ from functools import cached_property
 
 import msgspec
 
-from paraplan.cost_models.costs import COMPUTE
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
+from paraplan.ir.execution.streams import COMPUTE
 from paraplan.ir.machine.collectives import COLLECTIVES, Collective
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower

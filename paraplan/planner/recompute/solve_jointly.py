@@ -27,6 +27,7 @@ from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
 from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
 from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
+from paraplan.planner.sharding.instants import peak_instant
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.proof.exposed import proof_network
 from paraplan.planner.sharding.proof.step_bound import step_bound
@@ -112,9 +113,9 @@ def _recomputing(
         return fit(job, decisions, limit_bytes, pinned, constraints.tiers)
     made = realise(job, replace(decisions, activations=preset_activations(job.program, pinned)), limit_bytes)
     if made.peak_bytes > limit_bytes:
-        return Unfit(made.plan, float(made.peak_bytes), made.peak)
+        return Unfit(made.plan, float(made.peak_bytes), peak_instant(made))
     kept = realise(job, replace(decisions, bundle_bytes=made.plan.bundle_bytes)).simulation
-    return Fitted(made.plan, made.simulation, work_s(made.simulation) - work_s(kept), made.peak)
+    return Fitted(made.plan, made.simulation, work_s(made.simulation) - work_s(kept), peak_instant(made))
 
 
 def _too_small(job: Job, space: Space, mesh: Mesh, limits: SolveLimits) -> str:

@@ -26,6 +26,7 @@ from paraplan.lowering.rewrites.chunks import chunkable_dims, gradients_known
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
+from paraplan.planner.sharding.instants import peak_instant
 from paraplan.rules.strategies import Strategy, dims_of
 from paraplan.rules.time_axis import program_micro
 
@@ -141,5 +142,5 @@ def what_splitting_gives(job: Job, decisions: Decisions, found: Unfit) -> tuple[
         if made.peak_bytes >= at.peak_bytes:
             break
         seen.append((chunks, float(made.peak_bytes)))
-        at, tried = replace(at, plan=made.plan, peak_bytes=float(made.peak_bytes), peak=made.peak), further
+        at, tried = replace(at, plan=made.plan, peak_bytes=float(made.peak_bytes), peak=peak_instant(made)), further
     return seen[-1] if seen else None

@@ -24,9 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paraplan.cost_models.costs import COMPUTE
 from paraplan.cost_models.predict import plan_costs
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.ir.execution.streams import COMPUTE
 from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program, SegmentKind
@@ -37,11 +38,11 @@ from paraplan.lowering.blocks.forward import LoweredForward
 from paraplan.lowering.blocks.remat import boundary_values
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.evaluate_plan import Realised, realise
+from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
 from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.recompute.split_backward import deferred_bytes
-from paraplan.planner.sharding.instants import Instant
+from paraplan.planner.sharding.instants import Instant, peak_instant
 from paraplan.planner.solvers.milp import MilpBuilder, solve
 
 ROUNDS = 12
@@ -158,7 +159,7 @@ def fit(
     """
     kept = realise(job, decisions, limit_bytes)
     if kept.peak_bytes <= limit_bytes and not kept.over_bytes and recompute in (None, "none"):
-        return Fitted(kept.plan, kept.simulation, 0.0, kept.peak)
+        return Fitted(kept.plan, kept.simulation, 0.0, peak_instant(kept))
     ways: list[tuple[str | None, Sequence[str]]] = [(recompute, tiers)]
     if tiers:
         ways += [(recompute, ()), *([("none", tiers)] if recompute is None else [])]
@@ -188,7 +189,7 @@ def _fit(
         over = {tier: made.simulation.tier_peak_bytes.get(tier, 0) - room for tier, room in rooms.items()}
         if made.peak_bytes <= limit_bytes and not made.over_bytes:
             extra = sum(option.extra_s + 2 * option.copy_s for option in chosen) * decisions.num_microbatches
-            return Fitted(made.plan, made.simulation, extra, made.peak)
+            return Fitted(made.plan, made.simulation, extra, peak_instant(made))
         if not made.over_bytes:
             least = min(least, made, key=lambda each: each.peak_bytes)
         if made.peak_bytes > limit_bytes:
@@ -199,7 +200,7 @@ def _fit(
         if following == taken:
             break
         taken = following
-    return Unfit(least.plan, float(least.peak_bytes), least.peak)
+    return Unfit(least.plan, float(least.peak_bytes), peak_instant(least))
 
 
 def phase_seconds(simulation: Simulation) -> tuple[float, float]:

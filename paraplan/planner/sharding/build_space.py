@@ -296,7 +296,7 @@ class _KindTransfers:
             for s in self.job.program.segments
             if s.kind == self.index
         )
-        return [(self._gathered(self._producer(source, name)), count) for source, count in fed.items()]
+        return [(self._gathered(self._producer(source)), count) for source, count in fed.items()]
 
     def _gathered(self, end: End) -> End:
         """An end as the tail reads it; what brings it there is not priced."""
@@ -304,7 +304,7 @@ class _KindTransfers:
             return end
         return End(end.decider, tuple(gathered(layout) for layout in end.layouts))
 
-    def _producer(self, source: str | tuple[int, int], name: str) -> End:
+    def _producer(self, source: str | tuple[int, int]) -> End:
         if isinstance(source, tuple):
             kind, slot = source
             return self.space.made[kind, self.job.program.kinds[kind].outputs[slot]]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.model.graph import Op
 from paraplan.ir.model.program import Program, SegmentKind
+from paraplan.rules.choices import axis_part
 from paraplan.rules.dims import WHOLE, OpDims
 from paraplan.rules.strategies import EXPANDED, dims_of
 
@@ -63,7 +64,7 @@ class ExpertAxis:
             part: a strategy's key along the axis.
             batch: the key of what the op does along a data-parallel axis.
         """
-        key = part.split(">")[0]
+        key = axis_part(part).does
         if (kind, position) in self.must:
             return key in (self.must[kind, position], *EXPANDED)
         return part == batch or key == self.may.get((kind, position))

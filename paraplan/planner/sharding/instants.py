@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost_models.simulator.simulate import Simulation
-from paraplan.ir.execution.rank_program import RankProgram, StepKind
+from paraplan.cost_models.realised_plan import Realised
+from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program, SegmentKind
@@ -40,8 +40,9 @@ class Instant:
     phase: Phase
 
 
-def peak_instant(programs: Sequence[RankProgram], simulation: Simulation) -> Instant | None:
+def peak_instant(made: Realised) -> Instant | None:
     """Where the simulated memory peaks; None where that is not inside a segment."""
+    programs, simulation = made.programs, made.simulation
     worst = max(range(len(simulation.traces)), key=lambda index: simulation.traces[index].peak_bytes)
     trace = simulation.traces[worst]
     if trace.peak_step < 0 or trace.peak_instr < 0:

@@ -27,6 +27,7 @@ from paraplan.planner.param_pins import parse_param_pin
 from paraplan.planner.sharding.expert_pins import ExpertAxis, expert_axis
 from paraplan.planner.sharding.layout_options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
+from paraplan.rules.choices import axis_part
 from paraplan.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.rules.time_axis import ProgramMicro, program_micro, smallest_divisor
 
@@ -72,10 +73,10 @@ class Pins:
             found[self.cp] &= self.sequence[index][position] or found[self.cp]
         if self.dp >= 0:
             # A batch axis runs every op as microbatches do, whatever of its inputs is a sum there.
-            along = frozenset({self._along(kind)[position].split(">")[0]})
+            along = frozenset({axis_part(self._along(kind)[position]).does})
             found[self.dp] = along | (frozenset(tame) if _casts_param(kind, position) else frozenset())
         if self.ep >= 0:
-            found[self.ep] |= {self._along(kind)[position].split(">")[0]}
+            found[self.ep] |= {axis_part(self._along(kind)[position]).does}
         return tuple(found)
 
     def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
@@ -98,8 +99,8 @@ class Pins:
 
     def _tensor(self, kind: SegmentKind, position: int, strategy: Strategy, part: str, batch: str) -> bool:
         op = kind.graph.ops[position]
-        key = part.split(">")[0]
-        if batch not in ("-",) and not batch.startswith("+") and key == batch.split(">")[0]:
+        key = axis_part(part).does
+        if batch not in ("-",) and not batch.startswith("+") and key == axis_part(batch).does:
             return False
         if op.target in LINEAR and key not in ("k", "n") and not self._is_within(kind, op):
             return False

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paraplan.cost_models.communication.collectives import input_bytes_of
-from paraplan.cost_models.communication.move_costs import IN, OUT, copy_stream
-from paraplan.cost_models.costs import COMPUTE, Costs, update_stream
+from paraplan.cost_models.costs import Costs
+from paraplan.ir.execution.streams import COMPUTE, IN, OUT, Stream, copy_stream, update_stream
 from paraplan.ir.machine.collectives import COLLECTIVES
 from paraplan.ir.machine.mesh import Layout, R, S, local_shape
 from paraplan.ir.machine.reshard import SLICE, Move, ReshardTable, reshard_table
@@ -65,7 +65,7 @@ class MeshPrices:
     _joined: dict[int, tuple[Graph, frozenset[str]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def streams(self) -> tuple[str, ...]:
+    def streams(self) -> tuple[Stream, ...]:
         """Streams in price order."""
         tiers = dict.fromkeys(tier for place in self.places if place.states for tier in TIERS[place.states].way)
         away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in tiers)
@@ -76,7 +76,7 @@ class MeshPrices:
         """The price of nothing."""
         return (0.0,) * len(self.streams)
 
-    def _on(self, stream: str, seconds: float) -> Price:
+    def _on(self, stream: Stream, seconds: float) -> Price:
         return tuple(seconds if name == stream else 0.0 for name in self.streams)
 
     def _sent(self, target: str, axis: int, size: int, bundled: bool = False) -> Price:

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from paraplan.cost_models.costs import Costs
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.cost_models.simulator.simulate import Simulation
 from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh, layout_text
@@ -19,7 +20,7 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.decision_classes import grad_classes
-from paraplan.planner.evaluate_plan import Realised, realise
+from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.sharding.build_space import build_space
 from paraplan.planner.sharding.formulate import (
     Formulation,

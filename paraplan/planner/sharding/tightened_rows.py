@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.planner.assemble import Job
-from paraplan.planner.evaluate_plan import Realised
 from paraplan.planner.sharding.formulate import Formulation, memory_rows, tier_rows, with_rows
 from paraplan.planner.sharding.instants import Instant, instant_row, peak_instant
 from paraplan.planner.sharding.network.cost_network import Row
@@ -49,7 +49,7 @@ class MemoryRows:
         if made.peak_bytes <= self._limit:
             return
         peak = made.peak_bytes / self._limit
-        at = peak_instant(made.programs, made.simulation)
+        at = peak_instant(made)
         if at is None:  # outside of segments: every row pays
             held = held_bytes(self._space, choices[: len(self._space.deciders)])
             least = min(self._totals[0].limit, max(held) / self._limit)

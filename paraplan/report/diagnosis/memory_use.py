@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
-from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ParaplanError
-from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.tier_placement import HERE
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.plan import KindChoice, ParamLayouts, Plan
-from paraplan.lowering import lower
 from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
 from paraplan.lowering.blocks.remat import RECOMPUTE, RERUN
 from paraplan.report.diagnosis.records import MemoryUse, SavedMemory
@@ -27,27 +23,7 @@ ORDERED = "a schedule of ops, executed again or waiting elsewhere"
 STATES, PARAMS = "states", "parameters"
 
 
-@dataclass(frozen=True)
-class Priced:
-    """A plan with its programs and their simulation."""
-
-    plan: Plan
-    programs: tuple[RankProgram, ...]
-    simulation: Simulation
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most any rank has alive."""
-        return max(self.simulation.peak_bytes)
-
-
-def priced(plan: Plan) -> Priced:
-    """A plan, lowered and simulated."""
-    programs = lower(plan)
-    return Priced(plan, programs, simulate_plan(plan, programs))
-
-
-def memory_use(made: Priced, budget_bytes: int) -> MemoryUse:
+def memory_use(made: Realised, budget_bytes: int) -> MemoryUse:
     """The fullest device.
 
     Args:
@@ -71,7 +47,7 @@ def memory_use(made: Priced, budget_bytes: int) -> MemoryUse:
 
 
 def saving(
-    made: Priced, others: Mapping[str, Priced], budget_bytes: int, pinned: Callable[[str], bool]
+    made: Realised, others: Mapping[str, Realised], budget_bytes: int, pinned: Callable[[str], bool]
 ) -> tuple[SavedMemory, ...]:
     """What a plan does to hold less, the dearest first.
 
@@ -95,13 +71,13 @@ def saving(
     return tuple(sorted(found, key=lambda each: -each.costs_s))
 
 
-def priced_without(plan: Plan) -> dict[str, Priced]:
+def priced_without(plan: Plan) -> dict[str, Realised]:
     """By what a plan does to hold less, the plan without it; not what cannot be executed so."""
     found = {what: _priced_or_none(other) for what, other in _without(plan)}
     return {what: other for what, other in found.items() if other is not None}
 
 
-def keeping_compute_s(others: Mapping[str, Priced]) -> tuple[float, ...] | None:
+def keeping_compute_s(others: Mapping[str, Realised]) -> tuple[float, ...] | None:
     """Per rank class, the compute of the plan that recomputes nothing; None where the plan is that.
 
     Args:
@@ -159,9 +135,9 @@ def _home(plan: Plan, what: str, tier: str) -> Plan:
     return msgspec.structs.replace(plan, stages=stages, delayed_update=late, states_ahead=plan.states_ahead and away)
 
 
-def _priced_or_none(plan: Plan) -> Priced | None:
+def _priced_or_none(plan: Plan) -> Realised | None:
     """A plan made of another by leaving something out; None where that cannot be executed so."""
     try:
-        return priced(plan)
+        return realised(plan)
     except (ParaplanError, LookupError, ValueError):
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paraplan.ir.plan import Tried
 from paraplan.report.breakdown import UPDATE_WORK
 from paraplan.report.diagnosis.records import (
     AS_FAST,
@@ -23,13 +22,11 @@ from paraplan.report.diagnosis.records import (
     StepPart,
     WhyNot,
 )
-from paraplan.report.units import show_bytes, show_seconds, show_share, show_signed_seconds
+from paraplan.report.units import show_bytes, show_seconds, show_share
 
 SIMULATED = "The same plan where something is 10 % faster (simulated, nothing is planned anew)"
 BETTER = 0.005
 """By what share a plan has to be faster for a user to be sent for it."""
-SAME = 1e-9
-"""Relative difference of the steps of one plan."""
 _CLASSES, _COLLECTIVES = 4, 2
 
 
@@ -113,19 +110,6 @@ def more_memory_words(told: Diagnosis, more: MoreMemory) -> tuple[str, ...]:
     return (f"saves {show_seconds(more.saved_s)}: a step of {show_seconds(more.step_s)}{again}{what}", *anew, family)
 
 
-def work_words(told: Diagnosis, other: WhyNot) -> tuple[tuple[str, str, str, str], ...]:
-    """Rows: classes of what is computed, recomputation and updates included, here, there, and the difference."""
-    if other.breakdown is None:
-        return ()
-    here = {row.name: row.seconds for row in told.binding.work}
-    there = {row.name: row.seconds for row in other.breakdown.work}
-    longer = {name: there.get(name, 0.0) - here.get(name, 0.0) for name in dict.fromkeys((*here, *there))}
-    return tuple(
-        (name, show_seconds(here.get(name, 0.0)), show_seconds(there.get(name, 0.0)), show_signed_seconds(seconds))
-        for name, seconds in sorted(longer.items(), key=lambda item: -abs(item[1]))
-    )
-
-
 def verdict_words(told: Diagnosis, other: WhyNot) -> tuple[str, ...]:
     """What became of the pins, and what else was pinned."""
     beside = [
@@ -143,21 +127,6 @@ def verdict_words(told: Diagnosis, other: WhyNot) -> tuple[str, ...]:
     better = other.verdict == FASTER and longer > BETTER * step_s
     advice = ("plan it with these options of paraplan plan: a search ends with its time",) if better else ()
     return (f"it is {how}{share}, planned anew: {other.plan}", *advice, *beside)
-
-
-def tried_words(told: Diagnosis) -> tuple[tuple[str, str, str, str, str, str], ...]:
-    """Rows: what, its step, how much longer that is, its peak, what was estimated, why it is not the plan."""
-    return tuple(_tried_row(told.step_s, each) for each in told.tried)
-
-
-def _tried_row(step_s: float, each: Tried) -> tuple[str, str, str, str, str, str]:
-    estimated = "" if each.estimated_s is None else show_seconds(each.estimated_s)
-    if each.step_s is None:
-        return each.what, "none", "", "", estimated, each.why
-    longer = each.step_s - step_s
-    same = abs(longer) <= SAME * step_s
-    to = "this plan" if same else f"{show_signed_seconds(longer)} ({100 * longer / step_s:+.1f} %)"
-    return each.what, show_seconds(each.step_s), to, show_bytes(each.peak_bytes), estimated, each.why
 
 
 def over_words(over: Over) -> str:

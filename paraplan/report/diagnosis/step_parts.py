@@ -16,13 +16,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paraplan.cost_models.communication.move_costs import COPY
-from paraplan.cost_models.costs import UPDATE as HOST_UPDATE
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulator.simulate import RankTrace, Simulation
 from paraplan.ir.execution.rank_program import InstrKind, RankProgram, StepKind
 from paraplan.ir.execution.schedule import ActionKind
+from paraplan.ir.execution.streams import Stream, StreamKind
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.rank_groups import holding_of, holdings
 from paraplan.ir.plan import Plan
@@ -39,8 +38,6 @@ from paraplan.report.diagnosis.records import (
 )
 from paraplan.report.units import show_ranks
 
-_COMM, _MESSAGE = "comm:", "p2p:"
-_COMPUTE_STREAM = "compute"
 _SHOWN = 4
 """Stages of a position named one by one."""
 
@@ -76,21 +73,30 @@ def breakdowns(
 def critical(
     plan: Plan, programs: Sequence[RankProgram], simulation: Simulation, found: Sequence[Breakdown]
 ) -> Breakdown:
-    """The position that waits least for others, with its work: what it does is what the step takes."""
+    """The position that waits least for others, with its work: what it does is what the step takes.
+
+    Args:
+        plan, programs, simulation: of a plan.
+        found: of every rank class (`breakdowns`).
+    """
     index = min(range(len(found)), key=lambda at: found[at].waits_s)
     work, collectives = time_breakdown(programs[index], simulation.traces[index], plan_costs(plan)[index])
     return msgspec.structs.replace(found[index], work=work, collectives=collectives)
 
 
 def own_compute_s(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation) -> tuple[float, ...]:
-    """Per rank class, seconds of compute, what collectives take of the device left out."""
+    """Per rank class, seconds of compute, what collectives take of the device left out.
+
+    Args:
+        plan, programs, simulation: of a plan.
+    """
     every = zip(programs, simulation.traces, plan_costs(plan), strict=True)
     return tuple(trace.compute_s - sum(taken_s(program, costs).values()) for program, trace, costs in every)
 
 
-def taken_s(program: RankProgram, costs: Costs) -> dict[str, float]:
+def taken_s(program: RankProgram, costs: Costs) -> dict[Stream, float]:
     """Per communication stream, what its collectives take of the device for themselves in a step."""
-    found: dict[str, float] = defaultdict(float)
+    found: dict[Stream, float] = defaultdict(float)
     calls = Counter(step.block for step in program.steps if step.kind is StepKind.CALL)
     for name, times in calls.items():
         block = program.blocks[name]
@@ -101,8 +107,17 @@ def taken_s(program: RankProgram, costs: Costs) -> dict[str, float]:
 
 
 def step_parts(
-    cluster: ClusterSpec, trace: RankTrace, taken: dict[str, float], step_s: float, keeping_s: float | None
+    cluster: ClusterSpec, trace: RankTrace, taken: dict[Stream, float], step_s: float, keeping_s: float | None
 ) -> tuple[StepPart, ...]:
+    """What the step of a rank class goes into, the longest first.
+
+    Args:
+        cluster: of the plan.
+        trace: of the class.
+        taken: per communication stream, what its collectives take of the device (`taken_s`).
+        step_s: of the whole cluster.
+        keeping_s: the compute of the same plan that recomputes nothing; None where it recomputes nothing.
+    """
     stalled: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
     took: dict[str, float] = defaultdict(float)
@@ -112,7 +127,8 @@ def step_parts(
         took[part_of(stream, cluster)] += seconds
     for stream, seconds in {**trace.comm_s, **trace.copy_s, **trace.update_s}.items():
         busy[part_of(stream, cluster)] += seconds
-    update = sum(span.busy_s for span in trace.spans if span.stream == _COMPUTE_STREAM and span.label == UPDATE)
+    computes = [span for span in trace.spans if span.stream.kind is StreamKind.COMPUTE]
+    update = sum(span.busy_s for span in computes if span.label == UPDATE)
     own = trace.compute_s - sum(taken.values())
     again = max(own - keeping_s, 0.0) if keeping_s is not None else 0.0
     waits = _bubbles(trace)
@@ -129,21 +145,18 @@ def step_parts(
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 
 
-def part_of(stream: str, cluster: ClusterSpec) -> str:
+def part_of(stream: Stream, cluster: ClusterSpec) -> str:
     """The part of a step that a stream's time is, a key of `PART_WORDS`."""
-    if stream.startswith(_COMM):
-        return stream.removeprefix(_COMM)
-    if stream.startswith(_MESSAGE):
-        source, _, dest = stream.removeprefix(_MESSAGE).partition(">")
-        return cluster.span((int(source), int(dest)))
-    if stream.startswith(COPY):
-        return stream.split(":")[1]
-    return TIER_UPDATE if stream.startswith(HOST_UPDATE) else COMPUTE
+    if stream.channel is not None:
+        return cluster.span(stream.channel)
+    if stream.kind is StreamKind.UPDATE:
+        return TIER_UPDATE
+    return stream.level or stream.tier or COMPUTE
 
 
 def _bubbles(trace: RankTrace) -> dict[str, float]:
     """Bubbles at the pipeline's fill and drain, and between."""
-    spans = [span for span in trace.spans if span.stream == _COMPUTE_STREAM]
+    spans = [span for span in trace.spans if span.stream.kind is StreamKind.COMPUTE]
     backwards = (ActionKind.B.value, ActionKind.I.value)
     first = min((span.start_s for span in spans if span.phase in backwards), default=0.0)
     last = max((span.end_s for span in spans if span.phase == ActionKind.F.value), default=0.0)

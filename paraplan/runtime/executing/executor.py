@@ -284,7 +284,12 @@ def make_tapes(program: RankProgram, modules: Modules) -> dict[str, Tape]:
 
 
 def describe(block: Block, index: int, locate: Locate) -> str:
-    """An instruction in words: "k2.0.F[17] aten.mm.default (model.py:12, in forward: x @ w)"."""
+    """An instruction in words: "k2.0.F[17] aten.mm.default (model.py:12, in forward: x @ w)".
+
+    Args:
+        block, index: where the instruction is.
+        locate: (block, op of the joint graph) -> the user's line.
+    """
     if not 0 <= index < len(block.instrs):
         return block.name
     instr = block.instrs[index]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.model.graph import Arg, decode_number
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, decode_number
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.process.memo import SESSION
 from paraplan.kernels import gpu, reference_kernels
@@ -42,7 +42,14 @@ def fresh(x: Tensor) -> Tensor:
 
 
 def shard(x: Tensor, dim: int, length: int, start: int) -> Tensor:
-    """x[..., start : start + length, ...] along `dim`; zeros past the end."""
+    """x[..., start : start + length, ...] along `dim`; zeros past the end.
+
+    Args:
+        x: any tensor.
+        dim: that is cut.
+        length: of the shard.
+        start: where it begins.
+    """
     return fresh(x.narrow(dim, start, length)) if start + length <= x.shape[dim] else _padded(x, dim, length, start)
 
 
@@ -108,7 +115,13 @@ def reshape_copy(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def pack(tensors: Sequence[Tensor], n: int, dims: Sequence[int]) -> Tensor:
-    """One flat buffer of n parts: the r-th holds every tensor's r-th chunk along its dim, one after another."""
+    """One flat buffer of n parts: the r-th holds every tensor's r-th chunk along its dim, one after another.
+
+    Args:
+        tensors: of one dtype.
+        n: parts.
+        dims: per tensor, the one that is cut.
+    """
     if not any(dims) and all(x.is_contiguous() for x in tensors):
         return torch.cat([x.view(n, -1) for x in tensors], 1).view(-1)
     out, place = tensors[0].new_empty((n, sum(x.numel() for x in tensors) // n)), 0
@@ -152,7 +165,13 @@ def cast_many(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def put_(whole: Tensor, part: Tensor, dim: int, start: int) -> None:
-    """whole[..., start : start + length, ...] := part along `dim`, in place."""
+    """whole[..., start : start + length, ...] := part along `dim`, in place.
+
+    Args:
+        whole: that is written.
+        part: what is put there.
+        dim, start: where.
+    """
     whole.narrow(dim, start, part.shape[dim]).copy_(part)
 
 
@@ -171,7 +190,12 @@ def grow_(total: Tensor, addend: Tensor) -> None:
 def constant(
     values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int], device: str = "cpu"
 ) -> Tensor:
-    """A small tensor written out in the program."""
+    """A small tensor written out in the program.
+
+    Args:
+        values: in row-major order.
+        dtype, shape, device: of the tensor.
+    """
     return reference_kernels.constant(values, dtype, shape).to(device)
 
 
@@ -191,32 +215,70 @@ def wait_holding(issued: Tensor, *held: Tensor) -> Tensor:
 
 
 def offload(x: Tensor, tier: str, copier: Copier) -> TierTensor:
-    """Begins to copy x to a tier."""
+    """Begins to copy x to a tier.
+
+    Args:
+        x: on the device.
+        tier: where to.
+        copier: of the rank.
+    """
     return copier.offload(x, tier)
 
 
 def prefetch(away: TierTensor, tier: str, copier: Copier) -> Tensor:
-    """Begins to copy a tensor back from a tier."""
+    """Begins to copy a tensor back from a tier.
+
+    Args:
+        away: on a tier.
+        tier: which.
+        copier: of the rank.
+    """
     return copier.prefetch(away, tier)
 
 
 def bring(away: TierTensor, tier: str, copier: Copier) -> Tensor:
-    """Begins to copy what lives on a tier to the device."""
+    """Begins to copy what lives on a tier to the device.
+
+    Args:
+        away: what lives there.
+        tier: which.
+        copier: of the rank.
+    """
     return copier.bring(away, tier)
 
 
 def lift(away: TierTensor, tier: str, copier: Copier) -> TierTensor:
-    """Begins to copy a tensor from disk to the host's memory."""
+    """Begins to copy a tensor from disk to the host's memory.
+
+    Args:
+        away: on disk.
+        tier: which it is copied from.
+        copier: of the rank.
+    """
     return copier.lift(away, tier)
 
 
 def store(x: Tensor | TierTensor, tier: str, home: TierTensor, copier: Copier) -> TierTensor:
-    """Begins to overwrite a tensor that lives on a tier."""
+    """Begins to overwrite a tensor that lives on a tier.
+
+    Args:
+        x: the new values.
+        tier: where they live.
+        home: what is overwritten.
+        copier: of the rank.
+    """
     return copier.store(x, tier, home)
 
 
 def keep(x: Tensor, tier: str, home: TierTensor, copier: Copier) -> TierTensor:
-    """Begins to overwrite, or to add to, a gradient that waits on a tier."""
+    """Begins to overwrite, or to add to, a gradient that waits on a tier.
+
+    Args:
+        x: the gradient.
+        tier: where it waits.
+        home: what is overwritten or added to.
+        copier: of the rank.
+    """
     return copier.store(x, tier, home)
 
 
@@ -333,7 +395,7 @@ def decode_literal(arg: Arg) -> Any:
     """ ":float32" to a dtype, other ":text" to text, "~inf" to a float; everything else is itself."""
     if not isinstance(arg, str):
         return arg
-    if arg.startswith("~"):
+    if arg_kind(arg) is ArgKind.NUMBER:
         return decode_number(arg)
-    text = arg[1:]
+    text = arg_text(arg)
     return getattr(torch, text) if text in DTYPE_BYTES else text

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, Step, in_place
 from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.ir.model.graph import arg_text
 from paraplan.runtime.executing.instructions import COPIER, COPY_KERNELS, INSTR, LAYOUT_KERNELS, OFFSET, wait_copy
 from paraplan.runtime.executing.observers import Observer
 from paraplan.runtime.executing.tracker import is_kernel
@@ -173,4 +174,4 @@ class Player:
         route = UnevenRoute(*map_arg(head.args[4:], env.__getitem__)) if uneven else None
         source = env[head.args[0]]  # type: ignore[index]
         overwrites = in_place(block, instr)
-        return self.port.issue(instr.target, source, reduction.removeprefix(":"), instr.axis, overwrites, route)
+        return self.port.issue(instr.target, source, arg_text(reduction), instr.axis, overwrites, route)

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from paraplan.ir.execution.offsets import parse_offset
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, LocalValue
-from paraplan.ir.model.graph import Arg
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text
 from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 from paraplan.runtime.executing import instructions
@@ -112,9 +112,9 @@ class _Caller:
     def _numbered(self, arg: Arg) -> Arg:
         if isinstance(arg, (tuple, list)):
             return tuple(self._numbered(item) for item in arg)
-        if isinstance(arg, str) and arg.startswith("%"):
-            return f"%{_index(self.tensors, arg[1:])}"
-        if isinstance(arg, str) and arg.startswith("#"):
+        if arg_kind(arg) is ArgKind.VALUE:
+            return f"%{_index(self.tensors, arg_text(arg))}"
+        if arg_kind(arg) is ArgKind.OFFSET:
             return f"#{_index(self.numbers, arg)}" if parse_offset(arg) else 0
         return arg
 
@@ -154,8 +154,9 @@ def _result(tensors: Sequence[Tensor], numbers: Sequence[int], call: str) -> Any
     def given(arg: Arg) -> Any:
         if isinstance(arg, (tuple, list)):
             return tuple(given(item) for item in arg)
-        if isinstance(arg, str) and arg[:1] in ("%", "#"):
-            return (tensors if arg.startswith("%") else numbers)[int(arg[1:])]
+        kind = arg_kind(arg)
+        if kind in (ArgKind.VALUE, ArgKind.OFFSET):
+            return (tensors if kind is ArgKind.VALUE else numbers)[int(arg_text(arg))]
         return instructions.decode_literal(arg)
 
     kwargs = {key: given(arg) for key, arg in said.kwargs.items()}

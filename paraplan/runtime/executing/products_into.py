@@ -16,7 +16,14 @@ from torch import Tensor
 
 
 def linear_grad_weight_(total: Tensor, g: Tensor, x: Tensor, transposed: bool) -> None:
-    """total += the gradient of `linear` in its weight; of halves in float32 too where torch has that (CUDA)."""
+    """total += the gradient of `linear` in its weight; of halves in float32 too where torch has that (CUDA).
+
+    Args:
+        total: that is added to: [n, k], or [k, n] where `transposed`.
+        g: gradient of the product: [..., n].
+        x: what was multiplied: [..., k].
+        transposed: whether the weight is [k, n].
+    """
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     left, right = (x.t(), g) if transposed else (g.t(), x)
     if total.dtype == left.dtype:
@@ -36,7 +43,17 @@ def linear_into_(  # noqa: PLR0913
     index: int,
     dim: int,
 ) -> None:
-    """The rows of `whole` [..., n * count * length, ..., out] that a gathered piece is of: piece * w (+ bias)."""
+    """The rows of `whole` [..., n * count * length, ..., out] that a gathered piece is of: piece * w (+ bias).
+
+    Args:
+        whole: that is written.
+        piece: gathered rows, stacked.
+        w, bias, transposed: as of `linear`.
+        n: ranks.
+        count: pieces a rank's rows are in.
+        index: of this piece.
+        dim: that is gathered.
+    """
     for rows, out in zip(_stacked(piece, n, dim), _lying(whole, n, count, index, dim), strict=True):
         _product(rows, w, bias, transposed, out)
 
@@ -44,7 +61,12 @@ def linear_into_(  # noqa: PLR0913
 def linear_rows(
     x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool, n: int, count: int, index: int, dim: int
 ) -> Tensor:
-    """The product of one piece of x's rows [..., n * count * length, ..., k], stacked."""
+    """The product of one piece of x's rows [..., n * count * length, ..., k], stacked.
+
+    Args:
+        x: all rows.
+        w, bias, transposed, n, count, index, dim: as of `linear_into_`.
+    """
     length = x.shape[dim] // (n * count)
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 : -1], w.shape[1 if transposed else 0])
     made = x.new_empty((n * shape[0], *shape[1:]))

@@ -78,7 +78,13 @@ storage_key: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """The p-norm of each of some tensors of one device and dtype, in it or in another; one launch for all."""
+    """The p-norm of each of some tensors of one device and dtype, in it or in another; one launch for all.
+
+    Args:
+        tensors: of one device and dtype.
+        norm_type: p; infinity for the largest.
+        dtype: of the norms; None for the tensors'.
+    """
     return torch._foreach_norm(tensors, norm_type, dtype)  # type: ignore[no-any-return]
 
 
@@ -93,7 +99,14 @@ def rank_in_group(name: str) -> int:
 
 
 def exchange_rows(out: Tensor, x: Tensor, receives: list[int], sends: list[int], group: str) -> None:
-    """Starts an all-to-all of unequal parts; waiting for any tensor on `out`'s storage waits for it."""
+    """Starts an all-to-all of unequal parts; waiting for any tensor on `out`'s storage waits for it.
+
+    Args:
+        out: where rows arrive.
+        x: rows that are sent.
+        receives, sends: rows from and to each rank.
+        group: name of the process group.
+    """
     work = dist.all_to_all_single(out, x, receives, sends, _resolve_process_group(group), async_op=True)  # type: ignore[arg-type]
     _register_work(out, work)
 

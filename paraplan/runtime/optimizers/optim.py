@@ -155,6 +155,14 @@ def norm_share(
 
     Of gradients that wait beside states (`waiting`) it is known already. Others are read where they are, without a
     copy, with as many launches as there are devices and dtypes among them.
+
+    Args:
+        grads: this rank's, by parameter.
+        layouts: they lie in.
+        coordinates: of the rank on its mesh.
+        norm_type: p; infinity for the largest.
+        device: of the result.
+        waiting: gradients that wait beside states.
     """
     read: list[Tensor] = []
     known: list[Tensor] = []
@@ -191,7 +199,14 @@ def norm_of(total: Tensor, norm_type: float) -> Tensor:
 
 def clip(grads: Mapping[str, Tensor], norm: Tensor, max_norm: float, waiting: WaitingGrads) -> None:
     """Scale gradients in place, or in their update, so that their norm is at most `max_norm` (torch's
-    clip_grad_norm_)."""
+    clip_grad_norm_).
+
+    Args:
+        grads: this rank's, by parameter.
+        norm: of all ranks' gradients.
+        max_norm: that it may be.
+        waiting: gradients that wait beside states.
+    """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for kind in _by_kind(grad for name, grad in grads.items() if not waiting.scale(name, grad, factor)):
         scale_all(kind, factor.to(kind[0].device, kind[0].dtype))

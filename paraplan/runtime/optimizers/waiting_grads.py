@@ -89,6 +89,10 @@ class WaitingGrads:
         """The sum of |g|^2 (the largest |g| for infinity) of a gradient as it will be in the update; None where that is
         to be read from it.
 
+        Args:
+            name: of the parameter.
+            grad: what is seen as its gradient.
+            norm_type: 2, or infinity.
         Raises:
             PlanMismatchError: it was written to after it was unscaled.
         """
@@ -110,7 +114,13 @@ class WaitingGrads:
         return torch.isfinite(sizes[1])
 
     def scale(self, name: str, grad: Tensor, factor: Tensor) -> bool:
-        """Multiply a gradient in the update; False where that is not known of, and is to be done at once."""
+        """Multiply a gradient in the update; False where that is not known of, and is to be done at once.
+
+        Args:
+            name: of the parameter.
+            grad: what is seen as its gradient.
+            factor: by which it is multiplied.
+        """
         if not self.is_known(name, grad):
             return False
         self._factors.setdefault(name, []).append(factor)
@@ -125,6 +135,10 @@ class WaitingGrads:
     def recalled(self, name: str, grad: Tensor, device: torch.device) -> Tensor | None:
         """What the update takes: `grad`, which came from where it waits, unless the parameter has another or none.
 
+        Args:
+            name: of the parameter.
+            grad: that came.
+            device: of the update.
         Raises:
             PlanMismatchError: it was written to after it was clipped or unscaled.
         """

@@ -37,6 +37,11 @@ class Values(Protocol):
 def slices(shape: Dims, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> tuple[slice, ...]:
     """Where a rank's part lies in a whole tensor, per dim; padding is no part of it, so the last may be short or empty.
 
+    Args:
+        shape: of the tensor.
+        layout: a placement per mesh axis.
+        mesh_shape: size of every axis.
+        coordinates: of the rank.
     Raises:
         PlanMismatchError: a dim can be sharded neither evenly nor with little padding.
     """
@@ -55,12 +60,23 @@ def slices(shape: Dims, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> 
 
 
 def cut(full: Tensor, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
-    """The shard of a full tensor, without padding, as a view; see `slices`."""
+    """The shard of a full tensor, without padding, as a view; see `slices`.
+
+    Args:
+        full: the tensor.
+        layout, mesh_shape, coordinates: as of `slices`.
+    """
     return full[slices(tuple(full.shape), layout, mesh_shape, coordinates)]
 
 
 def own_part(shard: Tensor, shape: Dims, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
-    """A rank's shard of a tensor of some shape without its padding, as a view: what a DTensor's local tensor is."""
+    """A rank's shard of a tensor of some shape without its padding, as a view: what a DTensor's local tensor is.
+
+    Args:
+        shard: with padding.
+        shape: of the whole tensor.
+        layout, mesh_shape, coordinates: as of `slices`.
+    """
     return inside(shard, [at.stop - at.start for at in slices(shape, layout, mesh_shape, coordinates)])
 
 
@@ -82,7 +98,13 @@ def pad(shard: Tensor, shape: Dims) -> Tensor:
 
 
 def join(shape: Dims, layout: Layout, mesh_shape: Dims, shard_at: Callable[[Dims], Tensor]) -> Tensor:
-    """The full tensor, of some shape, of shards with or without padding; `shard_at` gives the one at coordinates."""
+    """The full tensor, of some shape, of shards with or without padding; `shard_at` gives the one at coordinates.
+
+    Args:
+        shape: of the whole tensor.
+        layout, mesh_shape: as of `slices`.
+        shard_at: the shard of the rank at coordinates.
+    """
     parts = {coords: shard_at(coords) for coords in itertools.product(*map(_needed, layout, mesh_shape))}
     for axis in reversed(range(len(layout))):
         placement = layout[axis]
@@ -103,6 +125,12 @@ def join_over(shape: Dims, layout: Layout, shard: Tensor, gather: Callable[[Tens
     """The full tensor, of some shape, on every rank: gathers over one axis after the other, innermost first.
 
     The shard has its padding, so that all ranks give as much.
+
+    Args:
+        shape: of the whole tensor.
+        layout: a placement per mesh axis.
+        shard: this rank's.
+        gather: tensors of all ranks along an axis.
     """
     for axis in reversed(range(len(layout))):
         placement = layout[axis]
@@ -121,6 +149,10 @@ def narrow_state(
 ) -> Tensor:
     """The state of a parameter as a view of its stored copy.
 
+    Args:
+        stored: this rank's stored copy.
+        stored_layout, state_layout: of both.
+        mesh_shape, coordinates: as of `slices`.
     Raises:
         InvalidPlanError: the state's block does not lie inside the stored one.
     """
@@ -207,6 +239,13 @@ def local_tensors(
     but for states that are views of a stored copy. A parameter and its state are asked for one after the other. What
     is on disk lies in `homes`. Those `held` already are taken as they are.
 
+    Args:
+        program: of the rank.
+        values: where they come from.
+        coordinates: of the rank on its mesh.
+        device: of the rank.
+        homes: of what is on disk.
+        held: tensors there already.
     Raises:
         RuntimeFailure: the disk has no room for what is to live there.
     """

@@ -65,6 +65,10 @@ def _listed(value: Any, argument: str, wanted: str, fits: Callable[[Any], bool])
 def check_mapping(value: Any, argument: str, source: str) -> None:
     """Refuse a state that is no mapping.
 
+    Args:
+        value: what was given.
+        argument: the name it was given as.
+        source: what makes one.
     Raises:
         PlanMismatchError: names the argument, what it is, and what makes one.
     """
@@ -227,7 +231,13 @@ def matched(groups: Groups, saved: Groups) -> list[int | None]:
 
 
 def take_groups(optimizers: Sequence[torch.optim.Optimizer], saved: Groups, match: Sequence[int | None]) -> None:
-    """Give groups the saved options: learning rates, betas, decay and whatever schedules keep there."""
+    """Give groups the saved options: learning rates, betas, decay and whatever schedules keep there.
+
+    Args:
+        optimizers: whose groups.
+        saved: options of the saved groups.
+        match: per group, the saved one; None for a new one.
+    """
     here = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, at in zip(here, match, strict=True):
         for key, value in {} if at is None else saved[at].items():  # type: ignore[attr-defined]
@@ -253,6 +263,11 @@ def take_schedules(
 ) -> None:
     """Give schedulers their saved states; what they keep per group follows the groups.
 
+    Args:
+        schedulers: in order.
+        saved: states of as many.
+        optimizers: theirs.
+        match: as of `take_groups`.
     Raises:
         PlanMismatchError: there are more or fewer of them.
     """

@@ -118,6 +118,9 @@ class TrainingStates(Checkpointing):
     ) -> None:
         """Take in what `full_training_state` gave, the same on every rank; each keeps its shards.
 
+        Args:
+            full: the state, whole tensors.
+            optimizer, scheduler, scaler: as of `load_training_state`.
         Raises:
             PlanMismatchError: as `load_training_state`.
         """
@@ -138,6 +141,9 @@ class TrainingStates(Checkpointing):
     def save(self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None, scaler: Any = None) -> None:
         """Write `training_state` as a checkpoint of torch.distributed.checkpoint's; all ranks call.
 
+        Args:
+            folder: of the checkpoint.
+            optimizer, scheduler, scaler: as of `training_state`.
         Raises:
             RuntimeFailure: it cannot be written there.
         """
@@ -155,6 +161,9 @@ class TrainingStates(Checkpointing):
     ) -> None:
         """Go on from what `save` wrote, under any plan of the model; all ranks call.
 
+        Args:
+            folder: of the checkpoint.
+            optimizer, scheduler, scaler: as of `load_training_state`.
         Raises:
             PlanMismatchError: there is no such checkpoint, or as `load_training_state`.
         """

@@ -59,6 +59,10 @@ def module_values(model: nn.Module, name: str, seed: int) -> dict[str, Tensor]:
 
     Those with values keep them. The model itself is unchanged.
 
+    Args:
+        model: that has the module.
+        name: of the module in it.
+        seed: of the run.
     Raises:
         PlanMismatchError: the module does not initialise one of them.
     """
@@ -163,6 +167,11 @@ def fill(program: Program, model: nn.Module, values: Values) -> nn.Module:
 
     All values are made before any is given: a module is initialised with what is above it in the model, which would
     write over parameters that have their values already.
+
+    Args:
+        program: whose parameters and buffers.
+        model: that is filled.
+        values: where they come from.
     """
     full = {name: values.shard(f"param:{name}", (), (), ()) for name in program.params}
     buffers = {name: values.shard(f"buffer:{name}", (), (), ()).clone() for name in program.buffers}

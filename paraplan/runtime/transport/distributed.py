@@ -113,7 +113,16 @@ class DistributedTransport:
     def issue(
         self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: UnevenRoute | None = None
     ) -> Handle:
-        """Start a collective on a private copy of x; `in_place`: its result is written into x."""
+        """Start a collective on a private copy of x; `in_place`: its result is written into x.
+
+        Args:
+            kind: name of the collective.
+            x: what this rank puts in.
+            reduction: "sum", "max" ..., where it reduces.
+            axis: of the mesh.
+            in_place: whether the result is written into x.
+            route: rows to and from each rank, of uneven ones.
+        """
         size, what = self.mesh.shape[axis], f"{kind} over axis {self.mesh.axes[axis]}"
         if size == 1:
             return Handle(x if in_place else instructions.fresh(x), what, done=True)
@@ -141,14 +150,26 @@ class DistributedTransport:
             dist.send(first, target, group) if self.rank == source else dist.recv(first, source, group)
 
     def send(self, x: Tensor, peer: int, what: str) -> Handle:
-        """Start to send, a private copy where an account is kept."""
+        """Start to send, a private copy where an account is kept.
+
+        Args:
+            x: contiguous.
+            peer: the rank that receives.
+            what: both ends call it.
+        """
         with self.tracker.booking(None):
             kept = instructions.fresh(x) if self._is_recording else x
             work = dist.isend(as_sent(kept), peer, group=self._lanes[self.rank, peer])
         return _Message(kept, what, work=work)
 
     def receive(self, out: Tensor, peer: int, what: str) -> Handle:
-        """Start to receive, into a private buffer where an account is kept."""
+        """Start to receive, into a private buffer where an account is kept.
+
+        Args:
+            out: contiguous.
+            peer: the rank that sends.
+            what: both ends call it.
+        """
         with self.tracker.booking(None):
             buffer = torch.empty_like(out) if self._is_recording else out
             work = dist.irecv(as_sent(buffer), peer, group=self._lanes[peer, self.rank])
@@ -173,7 +194,13 @@ class DistributedTransport:
         return True
 
     def reduce(self, x: Tensor, axis: int, reduction: str = "sum") -> Tensor:
-        """x reduced over a mesh axis, at once and in place."""
+        """x reduced over a mesh axis, at once and in place.
+
+        Args:
+            x: what this rank puts in, overwritten.
+            axis: of the mesh.
+            reduction: "sum", "max" ...
+        """
         if self.mesh.shape[axis] > 1:
             dist.all_reduce(as_sent(x), _REDUCE[reduction], group=self._group(axis))
         return x

@@ -283,7 +283,13 @@ def _reasons(folder: Path) -> str:
 
 
 def run_rank(module: str, args: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a module or file as the main program of a rank that the agent has started."""
+    """Run a module or file as the main program of a rank that the agent has started.
+
+    Args:
+        module: its name, or a file.
+        args: of its command line.
+        environment: of the rank.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     os.environ.update(environment)  # a server's environment is that of the first job
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))

@@ -169,7 +169,13 @@ class Copier:
         return self._begin(made, CopyUnderWay(lambda: _fetch(away, blank), what, self._least_s(away, True)), "in", tier)
 
     def store(self, x: Tensor | TierTensor, tier: str, home: TierTensor) -> TierTensor:
-        """Begin to overwrite a tensor that lives on a tier."""
+        """Begin to overwrite a tensor that lives on a tier.
+
+        Args:
+            x: the new values.
+            tier: where they live.
+            home: what is overwritten.
+        """
         source, from_host = tensor_of(x).detach(), isinstance(x, TierTensor)
         what = f"store of {home.nbytes} bytes to {tier}"
         if source.is_cuda:

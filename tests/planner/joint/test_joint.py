@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from paraplan.capture import capture
+from paraplan.cost_models.realised_plan import realised
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.plan import Plan
@@ -15,7 +16,6 @@ from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.joint.combinations import combinations
 from paraplan.planner.joint.sharding_front import front, with_price
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain, cut_evenly

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.capture import capture
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.machine.cluster import ClusterSpec, Link, NodeGroup, check_cluster
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
@@ -19,7 +20,6 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.evaluate_plan import Realised
 from paraplan.planner.mixed.listing import divisions, group_orders
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate
 from paraplan.planner.mixed.mixed_plan import MixedCase

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.capture import capture
+from paraplan.cost_models.realised_plan import realised
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.ir.machine.cluster import ClusterSpec
@@ -19,7 +20,6 @@ from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.passes.grad_reductions import grouped, reducing
 from paraplan.planner.search import search
 from tests.against_eager import eager_steps, loss_by, worst_error

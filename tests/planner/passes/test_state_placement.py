@@ -17,6 +17,7 @@ from paraplan.capture import capture
 from paraplan.capture.reference import run_step
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.realised_plan import realised
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import NoPlanError, SolverLimitError
 from paraplan.ir.machine.tier_placement import HERE, PLACEMENTS, TierPlacement
@@ -26,7 +27,6 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.decision_classes import param_classes
-from paraplan.planner.evaluate_plan import realised
 from paraplan.planner.passes.state_placement import choose_places, with_places
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer

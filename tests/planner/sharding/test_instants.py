@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.machine.mesh import make_mesh
 from paraplan.lowering import lower
 from paraplan.planner.assemble import assemble
@@ -28,7 +29,7 @@ def test_the_peak_is_counted(tiny_gpt2, m: int) -> None:  # type: ignore[no-unty
         plan = assemble(job, decisions_of(job, space, mesh, m, found.choices[: len(space.deciders)], False))
         programs = lower(plan)
         simulation = simulate_plan(plan, programs)
-        at = peak_instant(programs, simulation)
+        at = peak_instant(Realised(plan, programs, simulation))
         if at is None:  # at the update
             continue
         seen += 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paraplan.cost_models.costs import COMPUTE, Costs
+from paraplan.cost_models.costs import Costs
 from paraplan.ir.execution.offsets import offset_value, parse_offset
 from paraplan.ir.execution.rank_program import InstrKind
+from paraplan.ir.execution.streams import COMPUTE
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import layout_text, make_mesh
 from paraplan.ir.model.graph import Graph, Op

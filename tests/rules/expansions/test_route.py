@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from paraplan.cost_models.costs import COMPUTE, Costs
+from paraplan.cost_models.costs import Costs
 from paraplan.ir.execution.rank_program import InstrKind
+from paraplan.ir.execution.streams import COMPUTE
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.model.graph import Graph, Op

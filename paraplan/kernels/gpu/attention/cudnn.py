@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paraplan.kernels.attention_kernels import heads_last_layout
-from paraplan.kernels.gpu.attention.flash import no_gradients, nothing
+from paraplan.kernels.attention_kernels import AttentionCall, heads_last_layout
+from paraplan.kernels.gpu.attention.flash import is_diagonal, is_future, no_gradients, nothing
 
 aten = torch.ops.aten
 
@@ -23,24 +23,13 @@ class Stats:
     dims = 4
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: None,
-    seed: Tensor | None,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: None, seed: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """As `kernels.attention_kernels.attention`."""
-    if causal and starts[2] < starts[3]:
+    call = AttentionCall(*rest)
+    if is_future(call):
         return nothing(q, v)
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal and starts[2] == starts[3], False, scale=scale
+        q, k, v, None, True, 0.0, is_diagonal(call), False, scale=call.scale
     )
     Stats.dims = lse.dim()
     return heads_last_layout(out), lse.view(q.shape[:3])
@@ -55,16 +44,11 @@ def attention_grad(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-    mask_grad: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """As `kernels.attention_kernels.attention_grad`."""
-    if causal and starts[2] < starts[3]:
+    call = AttentionCall(*rest)
+    if is_future(call):
         return *no_gradients(q, k, v), None
     undrawn = torch.empty((), dtype=torch.int64, device=q.device)  # the state of random numbers
     stats = lse.unsqueeze(-1) if Stats.dims == 4 else lse
@@ -83,7 +67,7 @@ def attention_grad(
         q.shape[2],
         k.shape[2],
         0.0,
-        causal and starts[2] == starts[3],
-        scale=scale,
+        is_diagonal(call),
+        scale=call.scale,
     )
     return heads_last_layout(dq), heads_last_layout(dk), heads_last_layout(dv), None

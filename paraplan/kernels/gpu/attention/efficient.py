@@ -8,36 +8,27 @@ Source: Rabe, Staats 2021, Self-attention Does Not Need O(n^2) Memory (arXiv 211
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paraplan.kernels.attention_kernels import heads_last_layout
-from paraplan.kernels.gpu.attention.flash import no_gradients, nothing
+from paraplan.kernels.attention_kernels import AttentionCall, heads_last_layout
+from paraplan.kernels.gpu.attention.flash import is_diagonal, is_future, no_gradients, nothing
 
 aten = torch.ops.aten
 INF = float("inf")
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.attention_kernels.attention`."""
-    if causal and starts[2] < starts[3]:
+    call = AttentionCall(*rest)
+    if is_future(call):
         return nothing(q, v)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _added(mask, q, k), True, 0.0, causal and starts[2] == starts[3], scale=scale
+        q, k, v, _added(mask, q, k), True, 0.0, is_diagonal(call), scale=call.scale
     )
     return out, lse.narrow(-1, 0, q.shape[2]).contiguous()
 
@@ -51,17 +42,12 @@ def attention_grad(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-    mask_grad: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `kernels.attention_kernels.attention_grad`."""
-    asks = mask_grad and mask is not None
-    if causal and starts[2] < starts[3]:
+    call = AttentionCall(*rest)
+    asks = call.mask_grad and mask is not None
+    if is_future(call):
         return *no_gradients(q, k, v), torch.zeros_like(mask) if asks and mask is not None else None
     padded = _padded(lse, mask is not None)
     dq, dk, dv, dmask = aten._scaled_dot_product_efficient_attention_backward(
@@ -76,8 +62,8 @@ def attention_grad(
         padded,
         0.0,
         (True, True, True, asks),
-        causal and starts[2] == starts[3],
-        scale=scale,
+        is_diagonal(call),
+        scale=call.scale,
     )
     return dq, dk, dv, dmask if asks else None
 

@@ -6,14 +6,24 @@ future (nothing to do): which, its starts say, numbers known on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paraplan.kernels.attention_kernels import heads_last_layout
+from paraplan.kernels.attention_kernels import AttentionCall, heads_last_layout
 
 aten = torch.ops.aten
+
+
+def is_future(call: AttentionCall) -> bool:
+    """Whether every key of the block is in its queries' future."""
+    return call.causal and call.starts[2] < call.starts[3]
+
+
+def is_diagonal(call: AttentionCall) -> bool:
+    """Whether the block's queries and keys are at the same places, so that the kernel masks the future."""
+    return call.causal and call.starts[2] == call.starts[3]
 
 
 def nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,25 +39,12 @@ def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return dq, dk, dv
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: None,
-    seed: Tensor | None,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: None, seed: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """As `kernels.attention_kernels.attention`."""
-    if causal and starts[2] < starts[3]:
+    call = AttentionCall(*rest)
+    if is_future(call):
         return nothing(q, v)
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, causal and starts[2] == starts[3], False, scale=scale
-    )
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_diagonal(call), False, scale=call.scale)
     return heads_last_layout(out), lse
 
 
@@ -60,16 +57,11 @@ def attention_grad(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-    mask_grad: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """As `kernels.attention_kernels.attention_grad`."""
-    if causal and starts[2] < starts[3]:
+    call = AttentionCall(*rest)
+    if is_future(call):
         return *no_gradients(q, k, v), None
     unread = lse  # the state of random numbers, which are not drawn
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
@@ -84,9 +76,9 @@ def attention_grad(
         q.shape[2],
         k.shape[2],
         0.0,
-        causal and starts[2] == starts[3],
+        is_diagonal(call),
         unread,
         unread,
-        scale=scale,
+        scale=call.scale,
     )
     return heads_last_layout(dq), heads_last_layout(dk), heads_last_layout(dv), None

@@ -13,14 +13,14 @@ Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from paraplan.kernels.attention_kernels import AttentionCall
 from paraplan.kernels.gpu.random import draw, slot_key
 from paraplan.kernels.gpu.triton_launch import launch, row_major
 
@@ -243,23 +243,12 @@ class _Given(NamedTuple):
     fixed: tuple[object, ...]
 
 
-def _given(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-) -> _Given:
+def _given(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall) -> _Given:
     (_, h, s, d), (g, t, e) = q.shape, v.shape[1:]
     widths = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(e))
     tiles = (64, 32) if max(widths) > 128 or q.dtype == torch.float32 else (128, 64)
-    threshold = min(max(round(p * 2**32) - 2**31, -(2**31)), 2**31 - 1)
-    drop_scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+    threshold = min(max(round(call.p * 2**32) - 2**31, -(2**31)), 2**31 - 1)
+    drop_scale = 1.0 / (1.0 - call.p) if call.p < 1 else 0.0
     masks = (0, 0, 0, 0)
     if mask is not None:
         masks = tuple(stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True))
@@ -268,12 +257,13 @@ def _given(
         drop_scale,
         mask is not None,
         mask is not None and mask.dtype == torch.bool,
-        causal,
-        p > 0,
+        call.causal,
+        call.p > 0,
         *widths,
         *tiles,
     )
-    return _Given(masks, tuple(global_shape), tuple(starts), (h, g, s, t, d, e, scale, slot_key(slot)), fixed)
+    numbers = (h, g, s, t, d, e, call.scale, slot_key(call.slot))
+    return _Given(masks, tuple(call.global_shape), tuple(call.starts), numbers, fixed)
 
 
 def _cdiv(count: int, by: object) -> int:
@@ -302,24 +292,15 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.attention_kernels.attention`, in one launch."""
-    q, k, v, mask = _unit(q), _unit(k), _unit(v), _columns(mask, k.shape[2], starts[3])
+    call = AttentionCall(*rest)
+    q, k, v, mask = _unit(q), _unit(k), _unit(v), _columns(mask, k.shape[2], call.starts[3])
     (b, h, s, _), e = q.shape, v.shape[-1]
     out = _heads_last(b, h, s, e, q)
     lse = torch.empty((b, h, s), dtype=torch.float32, device=q.device)
-    given = _given(q, k, v, mask, p, slot, causal, scale, global_shape, starts)
+    given = _given(q, k, v, mask, call)
     strides = (x.stride()[:3] for x in (q, k, v, out))
     tensors = q, k, v, _bytes(mask, q), lse if seed is None else seed
     args = *tensors, out, lse, *strides, given.masks, given.whole, given.starts, *given.numbers, *given.fixed
@@ -336,22 +317,18 @@ def attention_grad(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    p: float,
-    slot: int,
-    causal: bool,
-    scale: float,
-    global_shape: Sequence[int],
-    starts: Sequence[int],
-    mask_grad: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `kernels.attention_kernels.attention_grad`, in three launches, with the mask's gradient in five."""
-    dmask = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device) if mask_grad and mask is not None else None
+    call = AttentionCall(*rest)
+    asks = call.mask_grad and mask is not None
+    dmask = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device) if asks and mask is not None else None
     g_out, q, k, v, out, lse = (*map(_unit, (g_out, q, k, v, out)), row_major(lse))
-    mask = _columns(mask, k.shape[2], starts[3])
+    mask = _columns(mask, k.shape[2], call.starts[3])
     (b, h, s, d), (g, t, e) = q.shape, v.shape[1:]
     dq, dk, dv = _heads_last(b, h, s, d, q), _heads_last(b, g, t, d, q), _heads_last(b, g, t, e, q)
     delta = torch.empty_like(lse)
-    given = _given(q, k, v, mask, p, slot, causal, scale, global_shape, starts)
+    given = _given(q, k, v, mask, call)
     e_width, tile_m, tile_n = given.fixed[-3:]
     over_queries = (_cdiv(s, tile_m), b * h)
     args = g_out, out, delta, g_out.stride()[:3], out.stride()[:3], h, s, e, e_width, tile_m
@@ -363,7 +340,7 @@ def attention_grad(
     launch(_key_grads, (_cdiv(t, tile_n), b * g), args, tensors, (dk, dv))
     launch(_query_grads, over_queries, (*tensors, dq, *strides, dq.stride()[:3], *rest), tensors, (dq,))
     if dmask is not None:
-        here = dmask.narrow(-1, starts[3] if dmask.shape[-1] > t else 0, t)
+        here = dmask.narrow(-1, call.starts[3] if dmask.shape[-1] > t else 0, t)
         shared = (b // dmask.shape[0], h // dmask.shape[1])
         grid = (_cdiv(s, tile_m) * _cdiv(t, tile_n), dmask.shape[0] * dmask.shape[1])
         launch(_mask_grad, grid, (*tensors, here, *strides, here.stride(), shared, *rest), tensors, (here,))

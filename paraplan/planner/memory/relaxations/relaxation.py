@@ -165,10 +165,8 @@ def build_relaxation(
     scale_s = float(arrays.time_s.sum()) or 1.0
     for k, instant in enumerate(instants):
         wanted, closed[k] = _wanted(arrays, instant, tiny, closing, _BEHIND if near else arrays.num_ops)
-        forced = np.zeros(arrays.num_tensors, bool)
-        forced[[*arrays.problem.ops[instant].reads, *arrays.problem.ops[instant].makes]] = True
-        at = np.flatnonzero((wanted | forced) & ~tiny)
-        first = builder.add_columns(len(at), lower=forced[at].astype(float), upper=1.0, integer=integral)
+        at, forced = _here(arrays, instant, wanted, tiny)
+        first = builder.add_columns(len(at), lower=forced.astype(float), upper=1.0, integer=integral)
         resident[k, at] = first + np.arange(len(at))
         runs = np.unique(arrays.maker[wanted & (arrays.maker != GIVEN)])
         runs = runs[arrays.repeatable[runs] & (arrays.working[runs] <= budget_bytes) & rerun]
@@ -194,6 +192,14 @@ def build_relaxation(
     if integral:
         stays = add_bursts(builder, arrays, instants, resident, again, budget_bytes, every)
     return Relaxation(instants, builder.build(), resident, again, back, stays, tiny)
+
+
+def _here(arrays: Arrays, instant: int, wanted: Bools, tiny: Bools) -> tuple[Ints, Bools]:
+    """Tensors that may be resident at an instant, and of each whether it is whatever is chosen."""
+    forced = np.zeros(arrays.num_tensors, bool)
+    forced[[*arrays.problem.ops[instant].reads, *arrays.problem.ops[instant].makes]] = True
+    at = np.flatnonzero((wanted | forced) & ~tiny)
+    return at, forced[at]
 
 
 def _tiny(arrays: Arrays, budget_bytes: int) -> Bools:
