@@ -55,7 +55,7 @@ def written(net: Net, x: Tensor) -> Tensor:
     for t in range(x.shape[1]):
         decay = x[..., t, :].sigmoid()
         h = decay * h + x[:, t]
-        out[:, t] = h * decay
+        out[:, t] = (h * decay).to(out.dtype)
     return out * x
 
 

@@ -17,7 +17,6 @@ from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional
 from paraplan.capture.exporting.hf import eager_masks
-from paraplan.capture.exporting.recurrent import recurrent_layers
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.precision import brought_by, default_dtype
@@ -26,6 +25,7 @@ from paraplan.capture.python_state.left_state import assignments_written
 from paraplan.capture.python_state.model_writes import explicit, refuse_hidden_writes, refuse_lost_writes
 from paraplan.capture.python_state.reading import Reading
 from paraplan.capture.recurrences.followed_loops import loops_followed
+from paraplan.capture.recurrences.layers import recurrent_layers
 from paraplan.capture.recurrences.loop_runs import LoopMode, Loops
 from paraplan.capture.recurrences.markers import NotALoop
 from paraplan.capture.rewriting.rewrite import Rewriter
@@ -186,9 +186,7 @@ def export_loss(
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
             _keep_no_grad(program.graph_module)
-            program = functional(program) or program.run_decompositions(
-                {**recurrent_layers(asked.rolled), **explicit()}
-            )
+            program = functional(program) or program.run_decompositions({**recurrent_layers(), **explicit()})
         except CaptureError:
             raise
         except Exception as fault:

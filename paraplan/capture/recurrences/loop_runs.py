@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from paraplan.capture.recurrences.layers import RecurrentCalls
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
 
 MOST_FIRST_STEPS = 2
@@ -296,6 +297,13 @@ class Stacked(list):  # type: ignore[type-arg]
 
 
 _GET, _SET = Tensor.__getitem__, Tensor.__setitem__
+_SHAPES = frozenset(
+    {
+        *(Tensor.dtype.__get__, Tensor.device.__get__, Tensor.shape.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
+        *(Tensor.size, Tensor.dim, Tensor.numel),
+    }
+)
+"""What asks a tensor for no values."""
 
 
 class LoopMode(TorchFunctionMode):
@@ -303,14 +311,14 @@ class LoopMode(TorchFunctionMode):
 
     def __init__(self, loops: Loops) -> None:
         super().__init__()
-        self.loops = loops
+        self.loops, self.recurrent = loops, RecurrentCalls()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Takes or puts a step, or stacks."""
         kwargs, loop = kwargs or {}, self.loops.active
         if loop is not None and func in (_GET, _SET) and _has_index(args[1]):
             return loop.take(*args) if func is _GET else loop.put(*args)
-        if loop is not None and any(each is x for each in loop.written for x in args):
+        if loop is not None and func not in _SHAPES and any(each is x for each in loop.written for x in args):
             raise NotALoop(loop.where, "it reads what it writes")
         listed = args[0] if args else kwargs.get("tensors")
         if isinstance(listed, Stacked):
@@ -322,6 +330,8 @@ class LoopMode(TorchFunctionMode):
                 place = dim % (whole.dim() - 1)
                 return whole.movedim(0, place).flatten(place, place + 1)
             args = (list(listed), *args[1:])
+        if self.loops.apart is not None and loop is None and (layers := self.recurrent.of(func, args, kwargs)):
+            return layers(*args)
         return func(*args, **kwargs)
 
 
