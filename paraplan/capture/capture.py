@@ -114,11 +114,15 @@ def _rolled_or_not(
     attributes: tuple[Attribute, ...],
     keep_outputs: bool,
 ) -> tuple[Program, Reads]:
-    """Loops over time are kept where all of them can be."""
-    try:
-        return _capture(model, example_inputs, how, attributes, keep_outputs, True)
-    except NotALoop:
-        return _capture(model, example_inputs, how, attributes, keep_outputs, False)
+    """Loops over time are kept, but for those that turn out to be none; where that is not said of one, all of them."""
+    apart: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _capture(model, example_inputs, how, attributes, keep_outputs, apart)
+        except NotALoop as found:
+            if not found.where or found.where in apart:
+                return _capture(model, example_inputs, how, attributes, keep_outputs, None)
+            apart |= {found.where}
 
 
 def _capture(
@@ -127,18 +131,19 @@ def _capture(
     how: How,
     attributes: tuple[Attribute, ...],
     keep_outputs: bool,
-    rolled: bool,
+    apart: frozenset[str] | None,
 ) -> tuple[Program, Reads]:
-    precision, apart = how.get("precision", "fp32"), how.get("per_microbatch", 1)
+    precision, micros = how.get("precision", "fp32"), how.get("per_microbatch", 1)
     traced_dtype(precision)
     refuse_hooks(model)
     refuse_scripts(model)
     tensors, others = name_inputs(model, example_inputs)
     rows, dims = _batch_dims(tensors, dict(how.get("batch_dims") or {}))
-    batch_size, tensors = of_microbatch(tensors, rows, dims, apart)
+    batch_size, tensors = of_microbatch(tensors, rows, dims, micros)
     dims |= {each.name: None for each in attributes}
     mode, positional = fake_mode(), not isinstance(example_inputs, dict)
-    asked = Asked(how.get("loss_fn"), how.get("loss"), precision, positional, others, keep_outputs, rolled)
+    loops = apart is not None, apart or frozenset()
+    asked = Asked(how.get("loss_fn"), how.get("loss"), precision, positional, others, keep_outputs, *loops)
     copied, batch, exported, reads = trace_model(model, tensors, mode, asked, attributes)
     params, buffers, first_names = _tensors_of(copied, precision)
     _check_trained(params, precision, type(model).__name__)
@@ -170,7 +175,7 @@ def _capture(
             outputs=make_outputs(forward, wanted, values, used, mode),
             settings=reads.settings,
             code=reads.code,
-            apart=apart,
+            apart=micros,
         )
 
     made = program(frozenset())

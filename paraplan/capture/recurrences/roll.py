@@ -8,7 +8,7 @@ values: a step that keeps something elsewhere than in what it carries, or that c
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -95,9 +95,8 @@ def _roll(loop: _Loop, rewriter: Rewriter) -> None:
     nodes = loop.cone(outs)
     if again:
         _compare(loop, outs, again)
-    if any(node.target in autograd.RANDOM for node in nodes):
-        raise NotALoop(loop.where, "a step draws random numbers")
-    read = dict.fromkeys((*(source for node in nodes for source in node.all_input_nodes), *outs))
+    _check_effects(loop)
+    read = _read(nodes, outs)
     run = _first_run(loop)
     inputs = [node for node in loop.inside if node.target is STEP and node in read]
     given = [_carry(loop, run, index) for index in range(carries)]
@@ -151,37 +150,71 @@ def _time_first(rewriter: Rewriter, before: fx.Node, mark: fx.Node) -> fx.Node:
     return source if dim == 0 else rewriter.call(before, aten.permute.default, source, [dim, *rest])
 
 
-def _compare(loop: _Loop, outs: Sequence[fx.Node], again: Sequence[fx.Node]) -> None:
-    """Two runs of a step are the same ops on the same values, marks standing for marks."""
-    first, second = loop.cone(outs), loop.cone(again)
-    twin: dict[fx.Node, fx.Node] = {}
+class _Keys:
+    """Numbers of nodes: equal for the same op on the same values, marks of every run standing for each other."""
 
-    def known(node: fx.Node) -> object:
-        if node in loop.marks:
-            mark = node.args[:2] if node.target is STEP else node.args[1]
-            return "mark", str(node.target), str(mark)
-        return twin.get(node, node)
+    def __init__(self, loop: _Loop) -> None:
+        self.loop = loop
+        self.numbers: dict[object, int] = {}
+        self.of: dict[fx.Node, int] = {}
 
-    def said(node: fx.Node, translate: bool) -> object:
-        def name(x: fx.Node) -> object:
-            return known(x) if translate or x in loop.marks else x
+    def number(self, nodes: Iterable[fx.Node]) -> None:
+        """Numbers nodes in order."""
+        for node in nodes:
+            self.of[node] = self.numbers.setdefault(self._said(node), len(self.numbers))
 
-        return str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda x: _Named(name(x))))
-
-    same = len(first) == len(second)
-    for one, other in zip(first, second, strict=False):
-        same = same and said(one, False) == said(other, True)
-        twin[other] = one
-    ends = [known(node) for node in again]
-    if not same or ends != [known(node) if node in loop.marks else node for node in outs]:
-        raise NotALoop(loop.where, "its steps are not alike, or one reads what another one left elsewhere")
+    def _said(self, node: fx.Node) -> object:
+        if node.op != "call_function":
+            return node.name
+        if node.target is STEP:
+            return "step", self.of[node.args[0]], node.args[1]  # type: ignore[index]
+        if node in self.loop.marks:
+            return "carry", node.args[1]
+        return str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda x: _Numbered(self.of[x])))
 
 
-class _Named:
-    """An argument, printed as what it stands for."""
+class _Numbered:
+    """An argument, printed as its number."""
 
-    def __init__(self, of: object) -> None:
-        self.of = of
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __repr__(self) -> str:
-        return f"%{self.of}"
+        return f"%{self.number}"
+
+
+def _compare(loop: _Loop, outs: Sequence[fx.Node], again: Sequence[fx.Node]) -> None:
+    """Two runs of a step are the same ops on the same values, and each has marks of its own alone."""
+    before: list[fx.Node] = []
+    for node in loop.end.graph.nodes:
+        if node is loop.end:
+            break
+        before.append(node)
+    keys = _Keys(loop)
+    keys.number(before)
+    runs = [{_run(node) for node in _read(loop.cone(ends), ends) if node in loop.marks} for ends in (outs, again)]
+    if [keys.of[node] for node in outs] != [keys.of[node] for node in again]:
+        raise NotALoop(loop.where, "its steps are not alike")
+    if any(len(found) != 1 for found in runs) or runs[0] == runs[1]:
+        raise NotALoop(loop.where, "a step reads what another one left elsewhere than in what it carries")
+
+
+def _check_effects(loop: _Loop) -> None:
+    """What a step computes without its marks is the same every time, and nothing of it is left behind."""
+    between, order = False, {node: place for place, node in enumerate(loop.end.graph.nodes)}
+    last = order[loop.end]
+    for node in loop.end.graph.nodes:
+        if node is loop.end:
+            return
+        between = between or node in loop.inside
+        if not between or node.op != "call_function":
+            continue
+        if node.target in autograd.RANDOM:
+            raise NotALoop(loop.where, "a step draws random numbers")
+        if node not in loop.inside and any(order[user] > last for user in node.users):
+            raise NotALoop(loop.where, "a step leaves something behind")
+
+
+def _read(nodes: Sequence[fx.Node], ends: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """What nodes read, and what a loop ends with."""
+    return dict.fromkeys((*(source for node in nodes for source in node.all_input_nodes), *ends))

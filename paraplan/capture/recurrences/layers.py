@@ -9,7 +9,7 @@ loop does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,9 @@ def _plain_step(activation: Callable[[Tensor], Tensor]) -> Step:
         return (activation(inner + F.linear(state[0], w, b)),)
 
     return step
+
+
+_TANH, _RELU = _plain_step(torch.tanh), _plain_step(torch.relu)
 
 
 def _cell(step: Step, many: bool) -> Callable[..., object]:
@@ -135,21 +138,37 @@ def _layers(step: Step, many: bool, loops: Iterator[int] | None) -> Callable[...
     return layers
 
 
-def recurrent_layers(rolled: bool) -> dict[OpOverload, Callable[..., object]]:
-    """A decomposition table of recurrent ops.
-
-    Args:
-        rolled: whether long sequences become marked loops.
-    """
-    tanh, relu = _plain_step(torch.tanh), _plain_step(torch.relu)
-    loops = itertools.count(-1, -1) if rolled else None
+def recurrent_layers() -> dict[OpOverload, Callable[..., object]]:
+    """A decomposition table of recurrent ops, which writes all their steps out."""
     return {
         aten.lstm_cell.default: _cell(_lstm_step, True),
         aten.gru_cell.default: _cell(_gru_step, False),
-        aten.rnn_tanh_cell.default: _cell(tanh, False),
-        aten.rnn_relu_cell.default: _cell(relu, False),
-        aten.lstm.input: _layers(_lstm_step, True, loops),
-        aten.gru.input: _layers(_gru_step, False, loops),
-        aten.rnn_tanh.input: _layers(tanh, False, loops),
-        aten.rnn_relu.input: _layers(relu, False, loops),
+        aten.rnn_tanh_cell.default: _cell(_TANH, False),
+        aten.rnn_relu_cell.default: _cell(_RELU, False),
+        aten.lstm.input: _layers(_lstm_step, True, None),
+        aten.gru.input: _layers(_gru_step, False, None),
+        aten.rnn_tanh.input: _layers(_TANH, False, None),
+        aten.rnn_relu.input: _layers(_RELU, False, None),
     }
+
+
+class RecurrentCalls:
+    """Calls of torch's recurrent functions, with marked loops over long sequences.
+
+    Torch works out even the shapes of a recurrent op step by step, so that none is called where loops are kept.
+    """
+
+    def __init__(self) -> None:
+        loops = itertools.count(-1, -1)
+        self._layers: dict[object, tuple[int, Callable[..., object]]] = {
+            torch.lstm: (1, _layers(_lstm_step, True, loops)),
+            torch.gru: (2, _layers(_gru_step, False, loops)),
+            torch.rnn_tanh: (2, _layers(_TANH, False, loops)),
+            torch.rnn_relu: (2, _layers(_RELU, False, loops)),
+        }
+
+    def of(self, func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Callable[..., object] | None:
+        """What computes a call; None for other functions, and for packed sequences."""
+        place, layers = self._layers.get(func, (0, None))
+        listed = place and not kwargs and len(args) > place and isinstance(args[place], (list, tuple))
+        return layers if listed else None

@@ -1,0 +1,230 @@
+"""The code of a function with its loops over `range` handed to `loop_runs`, which may run one step for all.
+
+    for t in range(n):                   loop = __paraplan_loop__("file.py:12", range(n))
+        h = f(x[:, t], h)                for t in loop:
+        out.append(h)          ->            h, = loop.enter(locals(), ("h",))
+                                             h = f(x[:, t], h)
+                                             loop.append(out, h)
+                                             loop.leave((h,), ())
+                                         h, = loop.ends()
+                                         out = loop.collected(out)
+
+A loop is left alone that may end early, writes attributes, calls for effects other than `append`, or never uses its
+index in square brackets. Lines stay where they were.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator, Sequence
+
+HELPER = "__paraplan_loop__"
+_LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
+_OTHERS = (ast.Delete, ast.Try, ast.While, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.NamedExpr)
+
+
+def looped_code(function: types.FunctionType) -> types.CodeType | None:
+    """A function's code with its loops handed over; None where it has none, or its source is not to be had."""
+    try:
+        source, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(source)))
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return None
+    made = tree.body[0]
+    if not isinstance(made, ast.FunctionDef) or _mangled(made):
+        return None
+    ast.increment_lineno(tree, first - 1)
+    code = function.__code__
+    rewriter = _Rewriter(code.co_filename, made)
+    made.body = [each for statement in made.body for each in rewriter.statement(statement)]
+    if not rewriter.count:
+        return None
+    made.decorator_list = []
+    outer = ast.parse(f"def outer({', '.join(code.co_freevars)}):\n    pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    outer.body = [made]
+    module = ast.fix_missing_locations(ast.Module([outer], []))
+    whole = compile(module, code.co_filename, "exec", dont_inherit=True)
+    inner = next(each for each in whole.co_consts if isinstance(each, types.CodeType))
+    found = next(each for each in inner.co_consts if isinstance(each, types.CodeType))
+    return found if found.co_freevars == code.co_freevars else None
+
+
+def _mangled(tree: ast.AST) -> bool:
+    """Whether a name is private to its class, which only its compilation within the class can say."""
+    names = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree))
+    return any(str(name).startswith("__") and not str(name).endswith("__") for name in names)
+
+
+class _Rewriter:
+    """Rewrites the statements of one function."""
+
+    def __init__(self, path: str, function: ast.FunctionDef) -> None:
+        self.path, self.function, self.count = path, function, 0
+
+    def statement(self, node: ast.stmt, within: bool = False) -> list[ast.stmt]:
+        """What stands for a statement; `within`: it is run again and again."""
+        if isinstance(node, ast.For) and _may_be_rolled(node):
+            return self._loop(node, within)
+        repeats = within or isinstance(node, (ast.For, ast.While))
+        for field in ("body", "orelse", "finalbody"):
+            inner = getattr(node, field, None)
+            if isinstance(inner, list) and inner and isinstance(inner[0], ast.stmt):
+                made = [each for statement in inner for each in self.statement(statement, repeats)]
+                setattr(node, field, made)
+        return [node]
+
+    def _loop(self, node: ast.For, within: bool) -> list[ast.stmt]:
+        name = f"__paraplan_loop_{self.count}__"
+        self.count += 1
+        carried, made, lists = _carried(node), _stored(node), _appended(node)
+        after = [each for each in made if each not in carried and self._read_after(each, node, within)]
+        indices = ast.unparse(node.iter)
+        if isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "reversed":
+            indices = f"{ast.unparse(node.iter.args[0])}[::-1]"
+        begin = f"{name} = {HELPER}({f'{self.path}:{node.lineno}'!r}, {indices})"
+        enter = f"{_targets(carried)}{name}.enter(locals(), {tuple(carried)!r})"
+        leave = f"{name}.leave({_tuple(carried)}, {_tuple(after)})"
+        ends = f"{_targets([*carried, *after])}{name}.ends({_tuple([*carried, *after])})"
+        collected = [f"{each} = {name}.collected({each})" for each in lists]
+        body = [_Appends(name).visit(statement) for statement in node.body]
+        node.iter = ast.Name(name, ast.Load())
+        node.body = [*_parsed([enter], node), *body, *_parsed([leave], node)]
+        return [*_parsed([begin], node), node, *_parsed([ends, *collected], node)]
+
+    def _read_after(self, name: str, loop: ast.For, within: bool) -> bool:
+        end = loop.end_lineno or loop.lineno
+        return any(
+            isinstance(each, ast.Name)
+            and each.id == name
+            and isinstance(each.ctx, ast.Load)
+            and (within or each.lineno > end)
+            for each in ast.walk(self.function)
+        )
+
+
+class _Appends(ast.NodeTransformer):
+    """`x.append(y)` as a statement is the loop's."""
+
+    def __init__(self, loop: str) -> None:
+        self.loop = loop
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        """Rewrites one statement."""
+        if (call := _append_of(node)) is None:
+            return node
+        made = _parsed([f"{self.loop}.append(None, None)"], node)[0]
+        assert isinstance(made, ast.Expr) and isinstance(made.value, ast.Call)
+        assert isinstance(call.func, ast.Attribute)
+        made.value.args = [call.func.value, call.args[0]]
+        return made
+
+
+def _parsed(lines: Sequence[str], at: ast.stmt) -> list[ast.stmt]:
+    made = ast.parse("\n".join(lines)).body
+    for statement in made:
+        for node in ast.walk(statement):
+            if "lineno" in node._attributes:
+                node.lineno = node.end_lineno = at.lineno  # type: ignore[attr-defined]
+                node.col_offset = node.end_col_offset = 0  # type: ignore[attr-defined]
+    return made
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
+
+
+def _targets(names: Sequence[str]) -> str:
+    return f"{_tuple(names)} = " if names else ""
+
+
+def _may_be_rolled(node: ast.For) -> bool:
+    """Whether a loop is one that its steps say all of."""
+    source = node.iter
+    if isinstance(source, ast.Call) and ast.unparse(source.func) == "reversed" and len(source.args) == 1:
+        source = source.args[0]
+    if not isinstance(source, ast.Call) or ast.unparse(source.func) != "range":
+        return False
+    if not isinstance(node.target, ast.Name) or node.orelse:
+        return False
+    inside = [each for statement in node.body for each in ast.walk(statement)]
+    if any(isinstance(each, (*_LEAVES, *_OTHERS)) for each in inside):
+        return False
+    if any(isinstance(each, (ast.Attribute, ast.Starred)) and isinstance(each.ctx, ast.Store) for each in inside):
+        return False
+    if any(isinstance(each, ast.Expr) and _append_of(each) is None and not _is_text(each) for each in inside):
+        return False
+    index = node.target.id
+    if any(isinstance(each, ast.Name) and each.id == index and isinstance(each.ctx, ast.Store) for each in inside):
+        return False
+    return any(isinstance(each, ast.Subscript) and index in _names(each.slice) for each in inside)
+
+
+def _is_text(node: ast.Expr) -> bool:
+    return isinstance(node.value, ast.Constant)
+
+
+def _append_of(node: ast.Expr) -> ast.Call | None:
+    call = node.value
+    if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
+        return None
+    of = call.func
+    known = isinstance(of, ast.Attribute) and of.attr == "append" and isinstance(of.value, ast.Name)
+    return call if known and not isinstance(call.args[0], ast.Starred) else None
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _stored(node: ast.For) -> list[str]:
+    """Names that a loop's body assigns, in order."""
+    found: dict[str, None] = {}
+    for statement in node.body:
+        for each in ast.walk(statement):
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                found[each.id] = None
+    return [*found]
+
+
+def _appended(node: ast.For) -> list[str]:
+    """Names of lists that a loop's body appends to."""
+    calls = (_append_of(each) for statement in node.body for each in ast.walk(statement) if isinstance(each, ast.Expr))
+    return [*dict.fromkeys(call.func.value.id for call in calls if call is not None)]  # type: ignore[attr-defined]
+
+
+def _carried(node: ast.For) -> list[str]:
+    """Names that a step reads before it assigns them: what it is given by the step before."""
+    stored, known, found = set(_stored(node)), set[str](), dict[str, None]()
+    for statement in node.body:
+        for name in _read(statement):
+            if name in stored and name not in known:
+                found[name] = None
+        known |= _surely_stored(statement)
+    return [*found]
+
+
+def _read(statement: ast.stmt) -> Iterator[str]:
+    """Names a statement may read before it assigns them itself, in what it runs first; of a block, all it reads."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        yield statement.target.id
+    for each in ast.walk(statement):
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
+            yield each.id
+
+
+def _surely_stored(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.With):
+        return {name for each in statement.body for name in _surely_stored(each)}
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        return set()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return {
+        each.id
+        for target in targets
+        for each in ast.walk(target)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    }

@@ -1,0 +1,340 @@
+"""Loops of a forward while it is exported: one step is recorded between marks and stands for all.
+
+The index is an object that only square brackets of tensors take, `x[:, t - 1]`: they give a marked per-step input. What
+is carried begins with marks, too. The step runs twice, for `roll` to compare; a step whose carried values change their
+shape or dtype (a first one that meets None, or promotes a dtype) is run with its number before. Whatever else a body
+does with its index ends the attempt, and the loop is run step by step in another export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from paraplan.capture.recurrences.layers import RecurrentCalls
+from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
+
+MOST_FIRST_STEPS = 2
+"""Steps run by their number before one stands for the rest."""
+
+
+class Index:
+    """The index of the steps that one stands for: theirs plus an offset."""
+
+    def __init__(self, loop: Loop, offset: int = 0) -> None:
+        self.loop, self.offset = loop, offset
+
+    def __add__(self, other: object) -> Index:
+        return self._moved(other, 1)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: object) -> Index:
+        return self._moved(other, -1)
+
+    def _moved(self, other: object, sign: int) -> Index:
+        if type(other) is not int:
+            self._refuse()
+        return Index(self.loop, self.offset + sign * other)
+
+    def _refuse(self, *args: object) -> NoReturn:
+        raise NotALoop(self.loop.where, "its index is used other than to take a step of a tensor")
+
+    __index__ = __int__ = __float__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = __neg__ = __iter__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
+    __hash__ = _refuse  # type: ignore[assignment]
+
+
+class _Write(NamedTuple):
+    """`into[..., t, ...] = value`."""
+
+    into: Tensor
+    dim: int
+    offset: int
+
+
+class Loops:
+    """The loops of one export.
+
+    Attributes:
+        apart: places of loops that are run step by step; None: all are.
+        began: how many were marked.
+        active: the one whose step is being recorded.
+    """
+
+    def __init__(self, apart: frozenset[str] | None = frozenset()) -> None:
+        self.apart, self.began = apart, 0
+        self.active: Loop | None = None
+
+    def begin(self, where: str, indices: range) -> Loop:
+        """A loop that is about to run."""
+        may = self.apart is not None and where not in self.apart
+        rolled = may and self.active is None and len(indices) >= MIN_STEPS
+        return Loop(self, where, indices, rolled)
+
+
+class Loop:
+    """One loop. Iterated over, it yields the index of each step that its body is run for."""
+
+    def __init__(self, loops: Loops, where: str, indices: range, rolled: bool) -> None:
+        self.loops, self.where, self.indices, self.rolled = loops, where, indices, rolled
+        self.number = 0
+        self.marked, self.run, self.first = False, 0, 0
+        self.values: tuple[object, ...] = ()
+        self.alike = False
+        self.lists: list[list[Any]] = []
+        self.writes: list[_Write] = []
+        self.written: list[Tensor] = []
+        self.kept: list[Tensor] = []
+        self.outs: list[list[Tensor]] = []
+        self.made: list[Tensor] = []
+        self.read: list[Tensor] = []
+        self.sources: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def __iter__(self) -> Iterator[object]:
+        if not self.rolled:
+            yield from self.indices
+            return
+        self.loops.began += 1
+        self.number = self.loops.began
+        for first in range(MOST_FIRST_STEPS + 1):
+            self.first = first
+            yield from self._attempt()
+            if self.outs:
+                yield from self._attempt()
+                return
+            self._forget()
+            self.lists = []
+            yield self.indices[first]
+        raise NotALoop(self.where, "what is carried from step to step changes its shape or dtype")
+
+    def _attempt(self) -> Iterator[object]:
+        """A marked step."""
+        self.marked, self.loops.active = True, self
+        self.run += 1
+        self.kept, self.lists, self.writes, self.alike = [], [], [], True
+        yield Index(self)
+        self.marked, self.loops.active = False, None
+
+    def _forget(self) -> None:
+        """Takes from the lists what the last attempt appended."""
+        for each in self.lists:
+            each.pop()
+
+    def enter(self, names: Mapping[str, object], carried: Sequence[str]) -> tuple[object, ...]:
+        """The carried values that a step is given."""
+        if not self.rolled:
+            return tuple(names[name] for name in carried)
+        if any(name not in names for name in carried):
+            raise NotALoop(self.where, "a step reads what only the step before has made")
+        if self.run <= 1 and self.marked:
+            self.values = tuple(names[name] for name in carried)
+        if not self.marked:
+            return self.values
+        tensors = [value for value in self.values if isinstance(value, Tensor)]
+        marks = iter(BEGIN(tensors, self.number, self.run) if tensors else ())
+        return tuple(next(marks) if isinstance(value, Tensor) else value for value in self.values)
+
+    def leave(self, carried: tuple[object, ...], lasts: tuple[object, ...]) -> None:
+        """The values after a step."""
+        if not self.rolled:
+            return
+        if not self.marked:
+            self.values = carried
+            return
+        self.alike = all(map(_alike, self.values, carried))
+        if not self.alike:
+            return
+        if any(not isinstance(value, Tensor) for value in lasts):
+            raise NotALoop(self.where, "what is read after the loop is no tensor")
+        if all(isinstance(x, nn.Parameter) for x in self.read):
+            raise NotALoop(self.where, "no step reads its part of an activation")
+        nexts = [value for value in carried if isinstance(value, Tensor)]
+        self.outs.append([*nexts, *self.kept, *lasts])  # type: ignore[list-item]
+
+    def ends(self, now: tuple[object, ...]) -> tuple[object, ...]:
+        """The values after the last step: of what is carried, then of what else is read after the loop."""
+        if not self.rolled:
+            return now
+        outs, again = self.outs
+        count = sum(isinstance(value, Tensor) for value in self.values)
+        reverse, steps = self.indices.step < 0, len(self.indices) - self.first
+        made = END(outs, again, count, steps, reverse, self.number, self.where)
+        ends, stacks = made[:count], made[count:]
+        self.made, rest = stacks[: len(self.kept)], stacks[len(self.kept) :]
+        kept = list(self.made)
+        for write in self.writes:
+            stack = kept.pop()
+            place = self._part(write.into, write.dim, write.offset)
+            place.copy_(stack.movedim(0, write.dim))
+        given = iter(ends)
+        carried = (next(given) if isinstance(value, Tensor) else value for value in self.values)
+        return (*carried, *(stack.select(0, 0 if reverse else steps - 1) for stack in rest))
+
+    def append(self, into: list[Any], value: object) -> None:
+        """`into.append(value)` of a step."""
+        if not self.marked:
+            into.append(value)
+            return
+        if not isinstance(value, Tensor) or any(each is into for each in self.lists) or self.writes:
+            raise NotALoop(self.where, "a step appends something else than one tensor to a list")
+        into.append(value)  # for a step that reads it, which the second run then shows
+        self.lists.append(into)
+        self.kept.append(value)
+
+    def collected(self, into: list[Any]) -> list[Any]:
+        """A list after the loop."""
+        if not self.rolled:
+            return into
+        place = next(index for index, each in enumerate(self.lists) if each is into)
+        stack = self.made[place]
+        del into[-2:]  # of both runs
+        return Stacked(into, stack.flip(0) if self.indices.step < 0 else stack)
+
+    def _part(self, x: Tensor, dim: int, offset: int) -> Tensor:
+        """The steps of a tensor along a dim, in ascending order."""
+        steps = self.indices[self.first :]
+        low, high = min(steps) + offset, max(steps) + offset
+        if low < 0 or high >= x.shape[dim]:
+            raise NotALoop(self.where, "it reads before the first or after the last step of a tensor")
+        if low == 0 and high == x.shape[dim] - 1 and abs(steps.step) == 1:
+            return x
+        return x[(*(slice(None),) * dim, slice(low, high + 1, abs(steps.step)))]
+
+    def take(self, x: Tensor, index: object) -> Tensor:
+        """`x[index]`, with the step's index among the indices."""
+        dim, offset, rest = _place(x, index, self)
+        if any(write.into is x or write.into._base is x for write in self.writes):
+            raise NotALoop(self.where, "it reads what it writes")
+        key = (id(x), dim, offset + self.first)
+        if key not in self.sources:
+            self.sources[key] = x, self._part(x, dim, offset)
+        self.read.append(x)
+        step = STEP(self.sources[key][1], dim, self.number, self.run)
+        return step[rest] if any(each != slice(None) for each in rest) else step
+
+    def put(self, x: Tensor, index: object, value: object) -> None:
+        """`x[index] = value`, likewise."""
+        dim, offset, rest = _place(x, index, self)
+        if any(each != slice(None) for each in rest) or any(write.into is x for write in self.writes):
+            raise NotALoop(self.where, "a step writes part of a tensor's step")
+        if not isinstance(value, Tensor) or any(known[0] is x for known in self.sources.values()):
+            raise NotALoop(self.where, "it reads what it writes, or writes no tensor")
+        shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+        self.writes.insert(0, _Write(x, dim, offset))
+        self.written.append(x)
+        self.kept.append(value.expand(shape).to(x.dtype))
+
+
+def _alike(before: object, after: object) -> bool:
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return before.shape == after.shape and before.dtype == after.dtype
+    return before is after or (
+        type(before) is type(after) and isinstance(before, (int, float, str)) and before == after
+    )
+
+
+def _place(x: Tensor, index: object, loop: Loop) -> tuple[int, int, tuple[Any, ...]]:
+    """The dim the step's index takes a part of, its offset, and the other indices."""
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    plain = all(part is Ellipsis or isinstance(part, (int, slice, Index)) for part in parts)
+    places = [place for place, part in enumerate(parts) if isinstance(part, Index)]
+    if not plain or len(places) != 1 or any(isinstance(part, slice) and _indexed(part) for part in parts):
+        raise NotALoop(loop.where, "a step of a tensor is taken with other indices than numbers and slices")
+    if any(part is Ellipsis for part in parts):
+        place = next(number for number, part in enumerate(parts) if part is Ellipsis)
+        parts[place : place + 1] = [slice(None)] * (x.dim() - len(parts) + 1)
+    dim = next(place for place, part in enumerate(parts) if isinstance(part, Index))
+    offset = parts.pop(dim).offset
+    return dim, offset, tuple(parts)
+
+
+def _indexed(part: slice) -> bool:
+    return any(isinstance(each, Index) for each in (part.start, part.stop, part.step))
+
+
+class Stacked(list):  # type: ignore[type-arg]
+    """A list of tensors of which most are steps of one: what stacks or joins them takes that one."""
+
+    def __init__(self, first: Sequence[Tensor], rest: Tensor) -> None:
+        super().__init__()
+        self.head, self.rest = list(first), rest
+
+    def whole(self) -> Tensor:
+        """All of them, [step, ...]."""
+        return torch.cat([torch.stack(self.head), self.rest]) if self.head else self.rest
+
+    def _all(self) -> list[Tensor]:
+        return [*self.head, *self.rest.unbind(0)]
+
+    def __len__(self) -> int:
+        return len(self.head) + self.rest.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._all())
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int):
+            return self._all()[index]
+        place = range(len(self))[index]
+        return self.head[place] if place < len(self.head) else self.rest.select(0, place - len(self.head))
+
+    def __add__(self, other: Any) -> list[Any]:
+        return self._all() + list(other)
+
+    def __reversed__(self) -> Iterator[Tensor]:
+        return reversed(self._all())
+
+    def append(self, value: Any) -> NoReturn:
+        """Not after a loop."""
+        raise NotALoop("", "a list that a loop has filled is filled further")
+
+    extend = insert = pop = remove = reverse = sort = clear = __setitem__ = __delitem__ = __iadd__ = append  # type: ignore[assignment]
+
+
+_GET, _SET = Tensor.__getitem__, Tensor.__setitem__
+_SHAPES = frozenset(
+    {
+        *(Tensor.dtype.__get__, Tensor.device.__get__, Tensor.shape.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
+        *(Tensor.size, Tensor.dim, Tensor.numel),
+    }
+)
+"""What asks a tensor for no values."""
+
+
+class LoopMode(TorchFunctionMode):
+    """Under it, tensors give marked steps, and lists that a loop filled are stacked by what they are steps of."""
+
+    def __init__(self, loops: Loops) -> None:
+        super().__init__()
+        self.loops, self.recurrent = loops, RecurrentCalls()
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Takes or puts a step, or stacks."""
+        kwargs, loop = kwargs or {}, self.loops.active
+        if loop is not None and func in (_GET, _SET) and _has_index(args[1]):
+            return loop.take(*args) if func is _GET else loop.put(*args)
+        if loop is not None and func not in _SHAPES and any(each is x for each in loop.written for x in args):
+            raise NotALoop(loop.where, "it reads what it writes")
+        listed = args[0] if args else kwargs.get("tensors")
+        if isinstance(listed, Stacked):
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+            if func is torch.stack:
+                return listed.whole().movedim(0, dim)
+            if func in (torch.cat, torch.concat, torch.concatenate):
+                whole = listed.whole()
+                place = dim % (whole.dim() - 1)
+                return whole.movedim(0, place).flatten(place, place + 1)
+            args = (list(listed), *args[1:])
+        if self.loops.apart is not None and loop is None and (layers := self.recurrent.of(func, args, kwargs)):
+            return layers(*args)
+        return func(*args, **kwargs)
+
+
+def _has_index(index: object) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Index) or (isinstance(part, slice) and _indexed(part)) for part in parts)

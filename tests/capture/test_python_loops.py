@@ -1,0 +1,231 @@
+"""Loops over time that a forward writes out: one step stands for all where they are alike, else all are run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.models.lstm import LSTM
+from paraplan.capture.capture import capture
+from paraplan.capture.reference import run_program
+from paraplan.ir.model.program import Program
+from paraplan.ir.model.scan import SCAN
+
+torch.set_num_threads(1)
+STEPS, WIDTH = 10, 4
+
+
+class Net(nn.Module):
+    """Calls a function of itself and x: [batch, time, width]."""
+
+    def __init__(self, body: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rates = nn.Parameter(torch.rand(STEPS))
+        self.register_buffer("count", torch.zeros(()))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.linear(x)).pow(2).mean()
+
+
+def listed(net: Net, x: Tensor) -> Tensor:
+    h, out = x.new_zeros(x.shape[0], WIDTH), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(net.inner(h) + x[:, t])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def joined(net: Net, x: Tensor) -> Tensor:
+    h, out = x[:, 0] * 0, []
+    for t in range(x.shape[1]):
+        h = h * x[:, t].sigmoid() + x[:, t]
+        out.append(h.unsqueeze(1))
+    return torch.cat(out, dim=1) + h.unsqueeze(1)
+
+
+def written(net: Net, x: Tensor) -> Tensor:
+    h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        decay = x[..., t, :].sigmoid()
+        h = decay * h + x[:, t]
+        out[:, t] = (h * decay).to(out.dtype)
+    return out * x
+
+
+def backward_in_time(net: Net, x: Tensor) -> Tensor:
+    h, out = x.new_zeros(x.shape[0], WIDTH), []
+    for t in reversed(range(x.shape[1])):
+        h = torch.tanh(net.inner(h) + x[:, t])
+        out.append(h)
+    return torch.stack(out, 1) * torch.arange(1, STEPS + 1, dtype=x.dtype)[:, None]
+
+
+def neighbours(net: Net, x: Tensor) -> Tensor:
+    h = x[:, 0]
+    for t in range(1, x.shape[1]):
+        h = h * x[:, t].cos() + x[:, t - 1] * net.rates[t]
+    return h
+
+
+def begun_with_none(net: Net, x: Tensor) -> Tensor:
+    h, out = None, []
+    for t in range(x.shape[1]):
+        h = x[:, t] if h is None else h.sin() + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def two_states(net: Net, x: Tensor) -> Tensor:
+    a = b = x.new_ones(x.shape[0], WIDTH)
+    last = b
+    for t in range(x.shape[1]):
+        a, b = b * x[:, t], a + x[:, t]
+        last = a * b.sigmoid()
+    return last
+
+
+LOOPS = [listed, joined, written, backward_in_time, neighbours, begun_with_none, two_states]
+
+
+def ends_early(net: Net, x: Tensor) -> Tensor:
+    h = x[:, 0]
+    for t in range(x.shape[1]):
+        h = h.sin() + x[:, t]
+        if t == 8:
+            break
+    return h
+
+
+def counted(net: Net, x: Tensor) -> Tensor:
+    h = x[:, 0]
+    for t in range(x.shape[1]):
+        h = h.sin() + x[:, t] * t
+    return h
+
+
+def told_apart(net: Net, x: Tensor) -> Tensor:
+    h = x[:, 0]
+    for t in range(x.shape[1]):
+        h = h.sin() + (x[:, t] if t % 2 else x[:, t].cos())
+    return h
+
+
+def last_of_list(net: Net, x: Tensor) -> Tensor:
+    out: list[Tensor] = []
+    for t in range(x.shape[1]):
+        before = out[-1] if out else x[:, 0]
+        out.append(before.sin() + x[:, t])
+    return torch.stack(out)
+
+
+def hidden_dict(net: Net, x: Tensor) -> Tensor:
+    h, seen = x[:, 0], {"x": x[:, 0]}
+    for t in range(x.shape[1]):
+        h = h + x[:, t] * seen["x"]
+        seen["x"] = x[:, t]
+    return h
+
+
+def read_while_written(net: Net, x: Tensor) -> Tensor:
+    out = x.clone()
+    for t in range(x.shape[1]):
+        out[:, t] = out.sum(1).sin() * x[:, t]
+    return out
+
+
+def shifted_while_written(net: Net, x: Tensor) -> Tensor:
+    out = x.clone()
+    for t in range(1, x.shape[1]):
+        out[:, t] = out[:, t - 1] * 0.5 + x[:, t]
+    return out
+
+
+def counting_buffer(net: Net, x: Tensor) -> Tensor:
+    h = x[:, 0]
+    for t in range(x.shape[1]):
+        net.count.add_(1.0)
+        h = h.sin() + x[:, t]
+    return h * net.count
+
+
+def grown(net: Net, x: Tensor) -> Tensor:
+    h = x[:, :1]
+    for t in range(x.shape[1]):
+        h = torch.cat([h, x[:, t : t + 1]], 1)
+    return h
+
+
+def over_layers(net: Net, x: Tensor) -> Tensor:
+    for layer in range(STEPS):
+        x = net.inner(x) * net.rates[layer]
+    return x
+
+
+NO_LOOPS = [
+    *(ends_early, counted, told_apart, last_of_list, hidden_dict, read_while_written, shifted_while_written),
+    *(counting_buffer, grown, over_layers),
+]
+
+
+def held_against_eager(model: nn.Module, batch: dict[str, Tensor]) -> Program:
+    """The program of a model in float64, whose loss and gradients are eager's."""
+    program = capture(model, batch, precision="fp64")
+    buffers = {name: x.clone() for name, x in model.named_buffers()}
+    loss, grads = run_program(program, {n: p.detach() for n, p in model.named_parameters()}, buffers, batch, 0)
+    wanted = model(**batch)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-10, atol=1e-12)
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-9, atol=1e-11)
+    return program
+
+
+def num_loops(program: Program) -> int:
+    targets = Counter(op.target for segment in program.segments for op in program.kinds[segment.kind].graph.ops)
+    return targets[SCAN]
+
+
+@pytest.mark.parametrize("body", LOOPS)
+def test_a_loop_whose_steps_are_alike_is_one_op(body: Callable[[Net, Tensor], Tensor]) -> None:
+    program = held_against_eager(Net(body).double(), {"x": torch.randn(3, STEPS, WIDTH, dtype=torch.float64)})
+    assert num_loops(program) == 2
+
+
+@pytest.mark.parametrize("body", NO_LOOPS)
+def test_other_loops_are_run_step_by_step(body: Callable[[Net, Tensor], Tensor]) -> None:
+    program = held_against_eager(Net(body).double(), {"x": torch.randn(3, STEPS, WIDTH, dtype=torch.float64)})
+    assert num_loops(program) == 0
+
+
+def test_a_step_that_draws_is_not_repeated() -> None:
+    def noisy(net: Net, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        for t in range(x.shape[1]):
+            h = F.dropout(h.sin(), 0.5) + x[:, t]
+        return h
+
+    program = capture(Net(noisy), {"x": torch.randn(3, STEPS, WIDTH)})
+    assert num_loops(program) == 0
+    drawn = [op for kind in program.kinds for op in kind.graph.ops if op.target == "paraplan.dropout"]
+    assert len({op.args[3] for op in drawn}) > 1 or len(program.segments) > 1
+
+
+def test_a_cell_called_in_a_loop() -> None:
+    model = LSTM().double()
+    tokens = torch.randint(0, 48, (4, 2 + STEPS))
+    assert num_loops(held_against_eager(model, {"tokens": tokens})) == 2
+
+
+def test_the_code_of_functions_is_as_before() -> None:
+    before = listed.__code__, written.__code__
+    capture(Net(listed), {"x": torch.randn(3, STEPS, WIDTH)})
+    assert (listed.__code__, written.__code__) == before
+    assert "__paraplan_loop__" not in globals()
