@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan
 
 _AGAIN = frozenset({"recompute", "rerun"})
@@ -9,12 +10,19 @@ _AGAIN = frozenset({"recompute", "rerun"})
 
 
 def plan_words(plan: Plan) -> str:
-    """`pp=2 (4 stages, interleaved) axis0=4, 8 microbatches, recomputing`: degrees, and what is done to hold less."""
-    mesh, count = plan.stages[0].mesh, plan.num_microbatches
-    axes = " ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True)) or "one device"
+    """`pp=2 (4 stages, interleaved) axis0=4, 8 microbatches, recomputing`: degrees, and what is done to hold less.
+
+    Meshes that differ are named in the order of stages: `axis0=4 then axis0=2`.
+    """
+    count = plan.num_microbatches
+    axes = " then ".join(dict.fromkeys(_mesh_words(stage.mesh) for stage in plan.stages))
     positions = len({each.devices for stage in plan.stages for each in stage.meshes})
     stages = f"pp={positions} ({len(plan.stages)} stages, {plan.schedule.name}) " if positions > 1 else ""
     return ", ".join((f"{stages}{axes}", f"{count} microbatch{'es' if count > 1 else ''}", *_saving(plan)))
+
+
+def _mesh_words(mesh: Mesh) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True)) or "one device"
 
 
 def _saving(plan: Plan) -> list[str]:

@@ -136,7 +136,7 @@ def check_graphs(plan: Plan, programs: Sequence[RankProgram], record: bool = Fal
             "them out"
         )
     most = max(map(graphs_bytes, programs), key=lambda each: each.peak)
-    room = plan.cluster.memory_bytes(plan.stages[0].mesh.devices)
+    room = plan.cluster.memory_bytes(tuple(device for stage in plan.stages for device in stage.mesh.devices))
     if most.peak > room:
         raise ConstraintError(
             f"CUDA graphs need {say_size(most.peak)} of a device's {say_size(room)}: {say_size(most.still)} of "

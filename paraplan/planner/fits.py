@@ -79,7 +79,7 @@ def search_room(
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
     try:
-        return among_groups((_search_room, find_mixed), job, constraints, time_limit_s, progress, certify)
+        return among_groups((_search_room, _mixed_room), job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
 
@@ -112,6 +112,11 @@ def _search_room(
         if lean is None:
             raise
         return _timed(_last_of([*tries, lean]), deadline)
+
+
+def _mixed_room(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool) -> BestPlan:
+    looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
+    return find_mixed(job, constraints, time_limit_s, progress, certify, reserves=looks)
 
 
 def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: Progress) -> BestPlan | None:
@@ -235,11 +240,16 @@ def in_the_family(constraints: Constraints, plan: Plan) -> Constraints:
 
 
 def on_the_same_mesh(constraints: Constraints, plan: Plan) -> Constraints:
-    """The constraints with a plan's stages and their mesh, where they leave them open."""
+    """The constraints with a plan's stages and their mesh, where they leave them open; where meshes differ, with its
+    positions and schedule."""
     degrees = (constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero)
-    mesh = plan.stages[0].mesh
+    mesh, meshes = plan.stages[0].mesh, {each for stage in plan.stages for each in stage.meshes}
+    named = plan.schedule.name in NAMED
+    if len({each.shape for each in meshes}) > 1:
+        name = constraints.schedule or (plan.schedule.name if named else None)
+        return msgspec.structs.replace(constraints, pp=constraints.pp or len(meshes), schedule=name)
     if constraints.pp is None:
-        pp, named = plan.cluster.num_devices // mesh.size, plan.schedule.name in NAMED
+        pp = plan.cluster.num_devices // mesh.size
         constraints = msgspec.structs.replace(constraints, pp=pp)
         if pp > 1 and constraints.schedule is None and named:
             bounds = tuple((stage.first, stage.stop) for stage in plan.stages)

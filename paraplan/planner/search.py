@@ -205,8 +205,11 @@ def find_mixed(
     time_limit_s: float = 60.0,
     progress: Progress = lambda text: None,
     certify: bool = True,
+    reserves: bool = False,
 ) -> BestPlan:
     """The fastest pipeline found over groups of nodes that differ, each position on one of them (`mixed.search_mixed`).
+
+    `reserves`: whether allocators have to have room for it. Its certificate is made in any case.
 
     Raises:
         ConstraintError: what is pinned leaves no such pipeline.
@@ -216,7 +219,7 @@ def find_mixed(
     if not allows_mixed(job, constraints):
         raise ConstraintError("what is pinned, or may be off the device, leaves no pipeline over differing groups")
     job, constraints, unpriced = _checked(job, constraints)
-    plan = search_mixed(job, constraints, deadline, progress)
+    plan = search_mixed(job, constraints, deadline, progress, reserves)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unpriced, *alone_note(plan)))
     return BestPlan(plan, deadline.passed_s, deadline.passed_s)
 

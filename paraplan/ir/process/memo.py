@@ -70,6 +70,9 @@ class Lately(Generic[T]):
                 self._weight -= self._made.popitem(last=False)[1][1]
         return made
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._made
+
     def clear(self) -> None:
         """Keep nothing."""
         with self._lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ import msgspec
 
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
@@ -134,7 +135,7 @@ class Pricing:
     def _price(self, batch: Sequence[Kind], needed: dict[Kind, list[Combination]], best_s: float) -> None:
         """Price kinds, each apart."""
         usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in batch]
-        if self.workers is None:
+        if self.workers is None or all(map(self._is_known, usual)):
             for kind, combination in zip(batch, usual, strict=True):
                 self.progress(f"prices of stages: {combination.text}")
                 self.prices[kind] = self.priced(combination, needed[kind], best_s)
@@ -147,6 +148,13 @@ class Pricing:
             self.prices[kind] = tuple(each.prices(part) for each in packed) or self.priced(*task)
         if self.workers.lost > lost:
             self.progress("a worker process ended; its part is priced here")
+
+    def _is_known(self, combination: Combination) -> bool:
+        """Whether another search has priced it in this process."""
+        try:
+            return _front_key(*self.position(combination), combination.microbatches) in _FRONTS
+        except ConstraintError:
+            return False
 
     def _is_hopeless(self, kind: Kind, combinations: Sequence[Combination], way: _Way, best_s: float) -> bool:
         """Whether the combinations of a kind come nowhere near the best, were a sample even faster than in the last
@@ -198,8 +206,8 @@ class Pricing:
             )
             inner_shape = mesh.shape[1:]
             widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
-            for decisions in front(part, mesh, combination.microbatches, inner, limits, SHARES):
-                found.append(Sharding(part, decisions).prices)
+            for prices in _priced_front(part, inner, mesh, combination.microbatches, limits):
+                found.append(prices)
                 if found[-1].kept_bytes(widest) <= ENOUGH * self.budget * fewest:
                     break
                 if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
@@ -226,6 +234,42 @@ class Pricing:
         )
         part = replace(self.job, cluster=first_devices(self.job.cluster, combination.pp))
         return part, inner, candidate_meshes(part, inner)[0]
+
+
+@dataclass
+class _Front:
+    """Shardings of a position's devices as far as they were priced, least work first; whether those are all."""
+
+    prices: list[StagePrices] = field(default_factory=list)
+    is_whole: bool = False
+
+    def each(self, part: Job, make: Callable[[], Iterator[Decisions]]) -> Iterator[StagePrices]:
+        """One after another; those not known yet are priced when they are asked for."""
+        yield from tuple(self.prices)
+        if not self.is_whole:
+            for decisions in itertools.islice(make(), len(self.prices), None):
+                self.prices.append(Sharding(part, decisions).prices)
+                yield self.prices[-1]
+            self.is_whole = True
+
+
+_FRONTS: Lately[_Front] = SESSION.lately("pricing.fronts", 64)
+
+
+def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int) -> Hashable:
+    """What a front hangs on: devices and links, not what their cluster is called."""
+    devices = part.cluster.groups, part.cluster.between_nodes
+    settings = part.optimizer, part.compiled, part.reduce_dtype, part.sum_products
+    data = msgspec.json.encode((devices, settings, inner, mesh, microbatches))
+    return Same(part.program), Same(part.profile), data
+
+
+def _priced_front(
+    part: Job, inner: Constraints, mesh: Mesh, microbatches: int, limits: SolveLimits
+) -> Iterator[StagePrices]:
+    """The front of shardings, priced: once for all searches that ask for the same on equal devices."""
+    known = _FRONTS.get(_front_key(part, inner, mesh, microbatches), _Front)
+    return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, SHARES))
 
 
 def _way(kind: Kind) -> tuple[object, ...]:

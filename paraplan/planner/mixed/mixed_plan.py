@@ -1,4 +1,8 @@
-"""The plan of a pipeline over differing positions: each stage from its own position's sharding, on its own mesh."""
+"""The plan of a pipeline over differing positions: each stage from its own position's sharding, on its own mesh.
+
+Plans are compared by their first microbatches alone, as many as fill the pipeline, where that says all of what they
+hold (`pipeline_case.few_orders`); the one that is taken is simulated with all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.open_choices import check_turns
 from paraplan.planner.pipeline.pipeline import cut_stages, on_meshes
+from paraplan.planner.pipeline.pipeline_case import few_orders
 from paraplan.planner.pipeline.stage_memory import Activations, Cell, Options, recomputing
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.complete import complete
@@ -42,9 +47,22 @@ class MixedCase:
     positions: tuple[Position, ...]
 
     @cached_property
-    def orders(self) -> Orders:
-        """What every position computes."""
+    def all_orders(self) -> Orders:
+        """What every position computes in a step."""
         return named_orders(self.pipeline.schedule, self.pipeline.pp, self.pipeline.microbatches, self.pipeline.each)
+
+    @cached_property
+    def orders(self) -> Orders:
+        """What of it plans are compared by."""
+        of = self.pipeline
+        few = few_orders(self.job.program, of.schedule, self.all_orders, of.num_stages)
+        return self.all_orders if few is None else few[1]
+
+    def whole(self, made: Realised) -> Realised:
+        """A plan of the case with all microbatches."""
+        if self.orders is self.all_orders:
+            return made
+        return realised(self._scheduled(made.plan, self.all_orders))
 
     @cached_property
     def budgets(self) -> tuple[int, ...]:
@@ -67,6 +85,10 @@ class MixedCase:
         if begun.left_bytes(self.budgets) >= 0 or begun.over_bytes:
             return begun
         return recomputing(begun, lambda fates: self.priced(bounds, fates), self._options, self.budgets, taken)
+
+    def fits(self, made: Realised) -> bool:
+        """Whether no device, and no tier, holds more than it may."""
+        return made.left_bytes(self.budgets) >= 0 and not made.over_bytes
 
     def over_bytes(self, made: Realised) -> tuple[int, ...]:
         """Per position, by how much a plan of it is over the position's budget; 0 where it fits."""
@@ -106,8 +128,6 @@ class MixedCase:
             stages += cut_stages(program, wholes[id(sharding)].stages[0], [bound], [position.mesh])
         whole, *others = wholes.values()
         notes = dict.fromkeys(note for each in (whole, *others) for note in each.notes)
-        schedule = complete(self.pipeline.schedule, self.orders)
-        check_turns(program, self.pipeline.microbatches, self.pipeline.schedule, schedule, len(bounds))
         plan = msgspec.structs.replace(
             whole,
             cluster=self.job.cluster,
@@ -115,5 +135,10 @@ class MixedCase:
             reducing_bytes=min(self.budgets) // ROOM,
             notes=tuple(notes),
         )
-        meshes = [position.mesh for position in self.positions]
-        return realised(on_meshes(plan, schedule, holders_of(self.orders), meshes))
+        return realised(self._scheduled(plan, self.orders))
+
+    def _scheduled(self, plan: Plan, orders: Orders) -> Plan:
+        name, meshes = self.pipeline.schedule, [position.mesh for position in self.positions]
+        schedule = complete(name, orders)
+        check_turns(self.job.program, self.pipeline.microbatches, name, schedule, len(plan.stages))
+        return on_meshes(plan, schedule, holders_of(orders), meshes)

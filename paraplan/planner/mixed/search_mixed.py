@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,8 +35,8 @@ from paraplan.planner.mixed.listing import divisions, group_orders, scheduled
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate, MixedPricer, shifted
 from paraplan.planner.mixed.mixed_plan import MixedCase
 from paraplan.planner.mixed.positions import MixedPipeline, Position, Span, device_budgets, span_meshes
-from paraplan.planner.mixed.shares import least_s, quick_s
-from paraplan.planner.mixed.span_prices import SpanPrices
+from paraplan.planner.mixed.shares import least_s, quick_s, shared_s
+from paraplan.planner.mixed.span_prices import SpanPrices, divides
 from paraplan.planner.mixed.work_bound import certified_by_work
 from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.stage_prices import StagePrices
@@ -45,8 +46,14 @@ PRICED_SHARE, ESTIMATED_SHARE = 0.4, 0.6
 """Of the time limit, for prices; after which nothing else is estimated."""
 QUICK = 1500
 """Pipelines looked at by the closed form, those of least work first."""
+SHARED, LEAST_FILL = 400, 0.25
+"""Divisions, microbatches and shardings of which every schedule and order is looked at, those of least work first, with
+the least of a 1F1B schedule's bubble that others leave."""
 ESTIMATED = 32
 """Pipelines whose cut is searched: the best by the closed form."""
+FEWEST, NEAR = 8, 1.2
+"""Pipelines whose cut is searched in any case; how much longer than the first's step another's may be, at the first of
+its cuts, for boundaries to be shifted."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
 SLACK = 0.05
@@ -58,6 +65,14 @@ SHIFTS, SHIFTED = 12, 4
 best."""
 
 
+class _Found(NamedTuple):
+    """A plan that fits: its first microbatches, by which it was chosen, and all of them."""
+
+    case: MixedCase
+    first: Realised
+    whole: Realised
+
+
 @dataclass
 class MixedSearch:
     """A search under way.
@@ -66,7 +81,7 @@ class MixedSearch:
         job, constraints: what is planned, and what is pinned.
         progress: told what is being tried.
         deadline: of all of it.
-        best: the fastest plan that fits, and its case.
+        best: the fastest plan that fits.
         tried: what was planned.
         over: what the last that did not fit lacked, in words.
         less: per group, what of a device's budget is kept for what allocators reserve beyond what is alive.
@@ -76,7 +91,7 @@ class MixedSearch:
     constraints: Constraints
     progress: Callable[[str], None]
     deadline: Deadline
-    best: tuple[Realised, MixedCase, MixedEstimate] | None = None
+    best: _Found | None = None
     tried: list[Tried] = field(default_factory=list)
     over: str = ""
     less: dict[int, int] = field(default_factory=dict)
@@ -89,7 +104,7 @@ class MixedSearch:
     @property
     def best_s(self) -> float:
         """The shortest step of a plan so far."""
-        return math.inf if self.best is None else self.best[0].simulation.step_s
+        return math.inf if self.best is None else self.best.whole.simulation.step_s
 
     def lessen(self, over_bytes: dict[int, int]) -> None:
         """Begin anew with budgets of groups less by what their devices were over."""
@@ -112,9 +127,7 @@ class MixedSearch:
         if self.best is None:
             why = f": {self.over}" if self.over else ""
             raise SolverLimitError(f"no pipeline over the differing groups of {self.job.cluster.name} was found{why}")
-        self._shift()
-        made, case, _ = self.best
-        return case.quickened(made), case
+        return self._finished(self.best), self.best.case
 
     def estimates(self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]) -> list[MixedEstimate]:
         """Of the best by the closed form, the most promising first."""
@@ -130,37 +143,48 @@ class MixedSearch:
             heapq.heappush(quick, (-quick_s(pipeline, positions, self.handing), next(numbers), pipeline, positions))
             if len(quick) > ESTIMATED:
                 heapq.heappop(quick)
-        found: list[MixedEstimate] = []
+        found: list[tuple[MixedEstimate, MixedPricer]] = []
         for _, _, pipeline, positions in sorted(quick, key=lambda each: (-each[0], each[1])):
-            if found and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
+            if len(found) >= FEWEST and self._is_late:
                 break
             pricer = MixedPricer(pipeline, positions, self.handing)
             begun = pricer.begun()
             if begun is not None:
-                found.append(pricer.improved(begun))
-        return sorted(found, key=lambda each: each.rank)
+                found.append((begun, pricer))
+        found.sort(key=lambda each: each[0].rank)
+        improved: list[MixedEstimate] = []
+        for begun, pricer in found:
+            worth = len(improved) < FEWEST or begun.step_s <= NEAR * improved[0].step_s
+            improved.append(pricer.improved(begun) if worth and not self._is_late else begun)
+        return sorted(improved, key=lambda each: each.rank)
+
+    @property
+    def _is_late(self) -> bool:
+        return self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s
 
     def _listed(
         self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]
     ) -> Iterator[tuple[float, MixedPipeline, tuple[StagePrices, ...]]]:
-        """Every pipeline with every choice of its spans' shardings, and what it takes at least by the closed form."""
-        for (spans, counts), order in itertools.product(ways, group_orders(self.job)):
-            along = tuple(spans[group] for group in order)
+        """Pipelines in every order of the groups, under every schedule, of the divisions and shardings of least work;
+        each with what it takes at least by the closed form."""
+        shared: list[tuple[float, int, tuple[Span, ...], int, tuple[StagePrices, ...]]] = []
+        numbers = itertools.count()
+        for spans, counts in ways:
             for count in counts:
-                choices = [self.prices.of(span, count) for span in along]
-                if not all(choices):
-                    continue
+                for shardings in itertools.product(*(self.prices.of(span, count) for span in spans)):
+                    seconds_s = count * shared_s(spans, [each.totals.seconds for each in shardings])
+                    least = seconds_s * (1 + LEAST_FILL * (sum(span.count for span in spans) - 1) / count)
+                    shared.append((least, next(numbers), spans, count, shardings))
+        for _, _, spans, count, shardings in heapq.nsmallest(SHARED, shared):
+            for order in group_orders(self.job):
+                along = tuple(spans[group] for group in order)
+                theirs = tuple(shardings[group] for group in order)
+                share_s = shared_s(along, [each.totals.seconds for each in theirs])
                 for pipeline in scheduled(self.job, self.constraints, along, count):
-                    for shardings in itertools.product(*choices):
-                        seconds = [
-                            each.totals.seconds
-                            for span, each in zip(along, shardings, strict=True)
-                            for _ in range(span.count)
-                        ]
-                        yield least_s(pipeline, seconds), pipeline, shardings
+                    yield least_s(pipeline, share_s), pipeline, theirs
 
     def _positions(self, pipeline: MixedPipeline, shardings: Sequence[StagePrices]) -> tuple[Position, ...] | None:
-        """The positions of a pipeline; None where a sharding does not divide on one's mesh."""
+        """The positions of a pipeline; None where one has no mesh."""
         found: list[Position] = []
         for span, prices in zip(pipeline.spans, shardings, strict=True):
             there = self.prices.there(span, pipeline.microbatches, prices)
@@ -186,48 +210,57 @@ class MixedSearch:
         """Plan an estimated pipeline; where a position is over its budget, with as much less room there."""
         pipeline, positions = estimate.pipeline, estimate.positions
         text = pipeline.text(self.job.cluster)
-        self.progress(f"{text} ({estimate.step_s:.4g} s estimated)")
+        self.progress(f"{text} ({estimate.step_s:.4g} s estimated); best so far {self.best_s:.4g} s")
         step_s = estimate.step_s if math.isfinite(estimate.step_s) else None
+        if not all(divides(prices) for prices in {id(each.prices): each.prices for each in positions}.values()):
+            self.tried.append(in_vain(text, "dims do not divide on a position's mesh", step_s))
+            return
         for _ in range(ROUNDS):
             case = MixedCase(self.job, self.constraints, pipeline, positions)
             try:
                 made = case.made(self.constraints.stages or estimate.bounds, estimate.taken)
+                whole = case.whole(made) if case.fits(made) else made
             except (ConstraintError, InvalidPlanError) as fault:
                 self.tried.append(in_vain(text, fault, step_s))
                 return
-            if made.left_bytes(case.budgets) >= 0 and not made.over_bytes:
-                self.tried.append(planned(text, told(made), step_s))
-                if made.simulation.step_s < self.best_s:
-                    self.best = made, case, estimate
+            if case.fits(whole):
+                self.tried.append(planned(text, told(whole), step_s))
+                if whole.simulation.step_s < self.best_s:
+                    self.best = _Found(case, made, whole)
                 return
-            over = case.over_bytes(made)
+            over = case.over_bytes(whole)
             positions = tuple(each.with_less(nbytes) for each, nbytes in zip(positions, over, strict=True))
             again = MixedPricer(pipeline, positions, self.handing).begun()
             if again is None or math.isinf(again.step_s):
                 break
             estimate = again
-        self.over = f"{text} holds {say_size(-made.left_bytes(case.budgets))} more than a device may"
+        self.over = f"{text} holds {say_size(-whole.left_bytes(case.budgets))} more than a device may"
         self.tried.append(in_vain(text, self.over, step_s))
 
-    def _shift(self) -> None:
-        """Shift boundaries of the best plan as long as its simulated step gets shorter, and time is left."""
-        assert self.best is not None
-        made, case, estimate = self.best
+    def _finished(self, found: _Found) -> Realised:
+        """The best plan with boundaries shifted as long as its first microbatches get shorter and time is left, and
+        with what makes it shorter in the same layouts; as it is where all microbatches do not fit so."""
+        case, made = found.case, found.first
         pricer = MixedPricer(case.pipeline, case.positions, self.handing)
-        bounds = tuple((stage.first, stage.stop) for stage in made.plan.stages)
         for _ in range(0 if self.constraints.stages else SHIFTS):
-            near = sorted(map(pricer.at, shifted(bounds, pricer.tail)), key=lambda each: each.rank)
-            better = None
-            for each in near[:SHIFTED]:
-                if self.deadline.is_over:
-                    return
-                tried = case.made(each.bounds, each.taken)
-                if tried.left_bytes(case.budgets) >= 0 and tried.simulation.step_s < made.simulation.step_s:
-                    better, made, bounds = each, tried, each.bounds
-                    break
+            better = self._shifted(case, made, pricer)
             if better is None:
-                return
-            self.best = made, case, replace(estimate, bounds=bounds)
+                break
+            made = better
+        whole = case.whole(case.quickened(made))
+        return min((each for each in (whole, found.whole) if case.fits(each)), key=lambda each: each.simulation.step_s)
+
+    def _shifted(self, case: MixedCase, made: Realised, pricer: MixedPricer) -> Realised | None:
+        """The plan with one boundary shifted that is faster, of those estimated best; None where none is found."""
+        bounds = tuple((stage.first, stage.stop) for stage in made.plan.stages)
+        near = () if self.deadline.is_over else tuple(map(pricer.at, shifted(bounds, pricer.tail)))
+        for each in sorted(near, key=lambda each: each.rank)[:SHIFTED]:
+            if self.deadline.is_over:
+                return None
+            tried = case.made(each.bounds, each.taken)
+            if case.fits(tried) and tried.simulation.step_s < made.simulation.step_s:
+                return tried
+        return None
 
 
 def allows_mixed(job: Job, constraints: Constraints) -> bool:
@@ -240,33 +273,43 @@ def allows_mixed(job: Job, constraints: Constraints) -> bool:
     return len(job.cluster.groups) > 1 and named and free and at_home and not job.compiled
 
 
-def search_mixed(job: Job, constraints: Constraints, deadline: Deadline, progress: Callable[[str], None]) -> Plan:
+def search_mixed(
+    job: Job, constraints: Constraints, deadline: Deadline, progress: Callable[[str], None], reserves: bool = False
+) -> Plan:
     """The fastest pipeline found over the groups of a cluster, priced and certified.
 
-    Where allocators would reserve more than there is for a plan (CUDA's do), it is searched for again with as much less
-    for every device of such a group.
-
+    Args:
+        job, constraints, deadline, progress: as of `MixedSearch`.
+        reserves: whether allocators have to have room for it: where they would reserve more than there is, it is
+            searched for again with as much less for every device of such a group.
     Raises:
         ConstraintError: what is pinned leaves no pipeline over the groups.
         SolverLimitError: none that was tried fits.
     """
-    search, reserves = MixedSearch(job, constraints, progress, deadline), constraints.reserve_bytes != 0
+    search = MixedSearch(job, constraints, progress, deadline)
     for _ in range(ROUNDS + 1):
         made, case = search.found()
-        plan = with_reserved(told(made), made.programs)
+        plan = told(made)
+        if not reserves:
+            break
+        plan = with_reserved(plan, made.programs)
         assert plan.prediction is not None
         whole = device_budgets(
             job.cluster, [replace(at, budget=search.prices.budget(at.group)) for at in case.positions]
         )
         over = over_budget_bytes(plan, plan.prediction.reserved_bytes or made.simulation.peak_bytes, whole)
-        if not reserves or max(over) <= 0:
+        if max(over) <= 0:
             break
         search.lessen({at.group: over[plan.schedule.rank_class[at.mesh.devices[0]]] for at in case.positions})
     else:
         raise SolverLimitError(f"of pipelines over {job.cluster.name} more would be reserved than devices have")
     if plan.profile is not None:
         plan = with_used_profile(plan, made.programs)
-    return msgspec.structs.replace(certified_by_work(plan), tried=kept(search.tried))
+    note = (
+        f"{case.pipeline.text(job.cluster)}: sharding was chosen for each position's devices as if they held the model"
+    )
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, note), tried=kept(search.tried))
+    return certified_by_work(plan)
 
 
 def told(made: Realised) -> Plan:

@@ -19,18 +19,23 @@ import numpy.typing as npt
 
 from paraplan.planner.joint.closed_form import FILLED
 from paraplan.planner.mixed.links import Handing
-from paraplan.planner.mixed.positions import MixedPipeline, Position
+from paraplan.planner.mixed.positions import MixedPipeline, Position, Span
 
 HALVINGS = 40
 
 
-def least_s(pipeline: MixedPipeline, seconds: Sequence[float]) -> float:
-    """What a step takes where memory and links are free.
+def shared_s(spans: Sequence[Span], seconds: Sequence[float]) -> float:
+    """What a microbatch takes of every position where each does as much as it can in that time.
 
     Args:
-        seconds: per position, of a microbatch of the whole model.
+        spans: of the pipeline.
+        seconds: per span, of a microbatch of the whole model on one of its positions.
     """
-    share_s = 1.0 / sum(1.0 / max(each, 1e-12) for each in seconds)
+    return 1.0 / sum(span.count / max(each, 1e-12) for span, each in zip(spans, seconds, strict=True))
+
+
+def least_s(pipeline: MixedPipeline, share_s: float) -> float:
+    """What a step takes where memory and links are free; `share_s`: see `shared_s`."""
     return pipeline.microbatches * share_s * (1.0 + _fill(pipeline))
 
 

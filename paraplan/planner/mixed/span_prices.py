@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError
+from paraplan.ir.errors import ConstraintError, ParaplanError
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
@@ -68,22 +68,19 @@ class SpanPrices:
         return self._pricings[self._kind(span.group)].mesh_shape(_combination(span, microbatches), shape)
 
     def there(self, span: Span, microbatches: int, prices: StagePrices) -> StagePrices | None:
-        """Prices of a sharding on a span's own mesh; None where its dims do not divide there."""
+        """Prices of a sharding on a span's own mesh, where its dims may not divide (see `divides`); None where there is
+        no such mesh."""
         key = (span, microbatches, id(prices))
         if key not in self._there:
-            self._there[key] = self._on_mesh(span, microbatches, prices)
+            pricing = self._pricings[self._kind(span.group)]
+            try:
+                part, _, mesh = pricing.position(_combination(span, microbatches))
+                decisions = replace(prices.sharding.decisions, mesh=mesh, num_microbatches=microbatches)
+                sharding = Sharding(part, decisions, prices.sharding.options)
+                self._there[key] = replace(prices, sharding=sharding)
+            except ConstraintError:
+                self._there[key] = None
         return self._there[key]
-
-    def _on_mesh(self, span: Span, microbatches: int, prices: StagePrices) -> StagePrices | None:
-        pricing = self._pricings[self._kind(span.group)]
-        try:
-            part, _, mesh = pricing.position(_combination(span, microbatches))
-            decisions = replace(prices.sharding.decisions, mesh=mesh, num_microbatches=microbatches)
-            sharding = Sharding(part, decisions, prices.sharding.options)
-            lower(few_microbatches(shortened(sharding.whole, runs_of(sharding.whole)).plan))
-        except (ConstraintError, NoPlanError, ParaplanError, LookupError, ValueError):
-            return None
-        return replace(prices, sharding=sharding)
 
     def _kind(self, group: int) -> bytes:
         """What prices of a group hang on."""
@@ -102,6 +99,16 @@ class SpanPrices:
                 job, inner, whole // alone.num_devices, self.progress, Deadline(limit_s / PRICED_SHARE)
             )
         return self._pricings[kind]
+
+
+def divides(prices: StagePrices) -> bool:
+    """Whether a sharding can be lowered on its mesh: its dims divide there."""
+    sharding = prices.sharding
+    try:
+        lower(few_microbatches(shortened(sharding.whole, runs_of(sharding.whole)).plan))
+    except (ParaplanError, LookupError, ValueError):
+        return False
+    return True
 
 
 def _combination(span: Span, microbatches: int) -> Combination:

@@ -16,6 +16,7 @@ from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
+from paraplan.ir.model.program import Program
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.passes.grad_reductions import ROOM, WORTH, waiting_less
@@ -219,22 +220,36 @@ def case_of(job: Job, constraints: Constraints) -> PipelineCase:
 def of_few_microbatches(case: PipelineCase) -> PipelineCase | None:
     """The case in which only the first microbatches run, as many as fill the pipeline: its peaks are those of all, and
     what is faster with them is with more. None where that saves little, or more microbatches hold more."""
-    positions, program, name = case.positions, case.job.program, case.schedule.name
-    micros = case.inner.microbatches or 1
-    few = positions * (FILLED if case.num_stages == positions else FILLED_BY_MANY)
-    if positions == 1 or micros <= SAVED * few or program.buffer_updates or case.tail < len(program.segments):
-        return None
     if case.constraints.delayed_update is not None or case.schedule.num_replicas > 1:
         return None  # whose groups share all microbatches out
+    found = few_orders(case.job.program, case.schedule.name, case.orders, case.num_stages)
+    if found is None:
+        return None
+    few, orders = found
+    return replace(case, orders=orders, schedule=complete(case.schedule.name, orders), num_run=few)
+
+
+def few_orders(program: Program, name: str, orders: Orders, num_stages: int) -> tuple[int, Orders] | None:
+    """The first microbatches of a schedule, as many as fill the pipeline, and their orders; None where that saves
+    little, or more microbatches hold more.
+
+    Args:
+        program: that is run.
+        name, orders: of the schedule, with all microbatches.
+        num_stages: of the pipeline.
+    """
+    positions, micros = len(orders), 1 + max(action.microbatch for order in orders for action in order)
+    few = positions * (FILLED if num_stages == positions else FILLED_BY_MANY)
+    tail = program_micro(program, micros).tail
+    if positions == 1 or micros <= SAVED * few or program.buffer_updates or tail < len(program.segments):
+        return None
     try:
-        orders = named_orders(name, positions, few, case.num_stages // positions)
+        found = named_orders(name, positions, few, num_stages // positions)
     except ConstraintError:
         return None
-    alike = (StageCosts(),) * case.num_stages
-    if len({OrderTimes(each, case.num_stages).peak_bytes(alike) for each in (orders, case.orders)}) > 1:
-        return None
-    schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
-    return replace(case, orders=orders, schedule=schedule, num_run=few)
+    alike = (StageCosts(),) * num_stages
+    same = len({OrderTimes(each, num_stages).peak_bytes(alike) for each in (found, orders)}) == 1
+    return (few, found) if same else None
 
 
 def taken_s(made: Realised) -> float:

@@ -100,13 +100,21 @@ def case_of(search: MixedSearch, estimate: MixedEstimate) -> MixedCase:
     return MixedCase(search.job, search.constraints, estimate.pipeline, estimate.positions)
 
 
+def plan_of(search: MixedSearch, estimate: MixedEstimate) -> Realised:
+    """An estimated pipeline's plan, with all its microbatches and within the budgets of its devices."""
+    case = case_of(search, estimate)
+    made = case.whole(case.made(estimate.bounds, estimate.taken))
+    assert case.fits(made)
+    return made
+
+
 def every_plan(search: MixedSearch, estimates: list[MixedEstimate]) -> Iterator[tuple[MixedCase, Realised]]:
     """Every cut of every order, each device's budget apart."""
     segments = len(search.job.program.segments)
     for estimate in estimates:
         case = case_of(search, estimate)
         for points in itertools.combinations(range(1, segments), estimate.pipeline.num_stages - 1):
-            yield case, case.priced(tuple(itertools.pairwise((0, *points, segments))))
+            yield case, case.whole(case.priced(tuple(itertools.pairwise((0, *points, segments)))))
 
 
 PINS = Constraints(schedule="1f1b", microbatches=4, recompute="none", reserve_bytes=0)
@@ -183,17 +191,15 @@ def test_every_division_runs_as_simulated_and_equals_one_device(on: ClusterSpec)
     search, estimates = searched(on, program(), Constraints())
     assert len(estimates) > 1
     for estimate in estimates:
-        case = case_of(search, estimate)
-        made = case.made(estimate.bounds, estimate.taken)
+        made = plan_of(search, estimate)
         verify_plan(made.plan)
-        assert made.left_bytes(case.budgets) >= 0
         assert run(made.plan, web().double(), batch()) <= 1e-9
 
 
 def test_positions_have_shardings_of_their_own() -> None:
     on = cluster(group(4.0, 2), group(1.0, 2))
     search, estimates = searched(on, program(), Constraints(pp=3))
-    plans = [case_of(search, each).made(each.bounds, each.taken).plan for each in estimates]
+    plans = [plan_of(search, each).plan for each in estimates]
     assert {tuple(stage.mesh.shape for stage in plan.stages) for plan in plans} >= {((2,), (1,), (1,))}
 
 
@@ -217,7 +223,7 @@ def test_no_plan_undercuts_the_bound_of_work(seed: int) -> None:
     bound_s = work_bound_s(chained(), on)
     assert bound_s > 0
     for estimate in estimates:
-        assert case_of(search, estimate).made(estimate.bounds, estimate.taken).simulation.step_s >= bound_s
+        assert plan_of(search, estimate).simulation.step_s >= bound_s
 
 
 def test_what_is_pinned_may_leave_no_pipeline_over_groups() -> None:
