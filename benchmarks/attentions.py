@@ -165,10 +165,17 @@ class TalkingHeads(_Projected):
 
 
 ATTENTIONS: dict[str, Callable[[int, int, int], nn.Module]] = {
-    "plain": _Projected, "causal": Causal, "relative positions": RelativePositions, "alibi": Alibi,
-    "sequence first": SequenceFirst, "einsum": Einsum, "grouped queries": GroupedQueries, "windows": Windows,
-    "linear": Linear, "talking heads": TalkingHeads,
-}  # fmt: skip
+    "plain": _Projected,
+    "causal": Causal,
+    "relative positions": RelativePositions,
+    "alibi": Alibi,
+    "sequence first": SequenceFirst,
+    "einsum": Einsum,
+    "grouped queries": GroupedQueries,
+    "windows": Windows,
+    "linear": Linear,
+    "talking heads": TalkingHeads,
+}
 
 
 class Layer(nn.Module):

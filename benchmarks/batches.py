@@ -98,9 +98,12 @@ def largest(method: str, time_s: float) -> Row:
         return {"paper": PAPER.get(method)}
     there, problem = evaluate(captured(least), best.actions), at(least)
     row: Row = {
-        "batch": least, "paper": PAPER.get(method), "overhead": 100 * (best.evaluation.step_s / problem.compute_s - 1),
-        "most_overhead": 100 * (most_s(problem) / problem.compute_s - 1), "checked": there.peak_bytes / 2**30,
-    }  # fmt: skip
+        "batch": least,
+        "paper": PAPER.get(method),
+        "overhead": 100 * (best.evaluation.step_s / problem.compute_s - 1),
+        "most_overhead": 100 * (most_s(problem) / problem.compute_s - 1),
+        "checked": there.peak_bytes / 2**30,
+    }
     return row | ({"failures": ["over 16 GiB as captured"]} if there.peak_bytes > BUDGET_BYTES else {})
 
 

@@ -26,9 +26,14 @@ from benchmarks.table import Row, main
 LAYERS = (16, 126)
 COLUMNS = ("case", "segments", "kinds", "build_s", "trace_s", "capture_s", "cpu_s", "rss_gib")
 STEPS = {
-    "trace_s": "trace_model", "rewrite_s": "_rewrite", "kinds_s": "_segment",
-    "loss_s": "_loss", "rules_s": "attach_rules", "outputs_s": "make_outputs", "fingerprint_s": "fingerprint",
-}  # fmt: skip
+    "trace_s": "trace_model",
+    "rewrite_s": "_rewrite",
+    "kinds_s": "_segment",
+    "loss_s": "_loss",
+    "rules_s": "attach_rules",
+    "outputs_s": "make_outputs",
+    "fingerprint_s": "fingerprint",
+}
 """Functions that `paraplan.capture.capture` calls one after another."""
 
 
@@ -37,9 +42,16 @@ def llama_405b(layers: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (optional extra)
 
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=5e5, use_cache=False,
-    )  # fmt: skip
+        num_hidden_layers=layers,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rope_theta=5e5,
+        use_cache=False,
+    )
     with torch.device("meta"):
         return LlamaForCausalLM(config).train()
 
@@ -58,10 +70,14 @@ def measure(layers: int) -> Row:
     program = module.capture(model, {"input_ids": tokens, "labels": tokens}, precision="bf16")
     ended = time.perf_counter()
     return {
-        "segments": len(program.segments), "kinds": len(program.kinds), "build_s": built - started, **seconds,
-        "capture_s": ended - built, "cpu_s": time.process_time() - cpu,
+        "segments": len(program.segments),
+        "kinds": len(program.kinds),
+        "build_s": built - started,
+        **seconds,
+        "capture_s": ended - built,
+        "cpu_s": time.process_time() - cpu,
         "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }  # fmt: skip
+    }
 
 
 def _timed(run: Callable[..., Any], step: str, seconds: dict[str, float]) -> Callable[..., Any]:

@@ -98,9 +98,15 @@ def measured(chunks: int) -> Row:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=2, n_embd=128, n_head=4, vocab_size=50257, n_positions=128, bos_token_id=None, eos_token_id=None,
+        n_layer=2,
+        n_embd=128,
+        n_head=4,
+        vocab_size=50257,
+        n_positions=128,
+        bos_token_id=None,
+        eos_token_id=None,
         use_cache=False,
-    )  # fmt: skip
+    )
     model, tokens = GPT2LMHeadModel(config).train(), torch.randint(0, 50257, (4, 128))
     batch = {"input_ids": tokens, "labels": tokens}
     job = Job(capture(model, batch), ClusterSpec.local(1), OPTIMIZERS["sgd"], ModelRef(display="gpt2"), {})

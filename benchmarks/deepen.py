@@ -51,7 +51,7 @@ def deepen(program: Program, layers: int) -> Program:
     loss = tuple(msgspec.structs.replace(term, numerator=_renamed(term.numerator, shift)) for term in program.loss)
     return msgspec.structs.replace(
         program, segments=segments, seeds=len(segments), params=_params(program, layers), loss=loss, outputs={}
-    )  # fmt: skip
+    )
 
 
 def _model(layer: int, layers: int) -> int:
@@ -84,12 +84,13 @@ def _moved(segment: Segment, index: int, place: int, layer: int, head: int, peri
         if found and index >= head + period and index - int(found[1]) > period:
             raise CaptureError(f"segment {index} reads {name}, made far before it: depth cannot be added between")
     return msgspec.structs.replace(
-        segment, params=tuple(_LAYER.sub(f".{layer}.", name, count=1) for name in segment.params),
+        segment,
+        params=tuple(_LAYER.sub(f".{layer}.", name, count=1) for name in segment.params),
         inputs=tuple(_renamed(name, shift) for name in segment.inputs),
         outputs=tuple(_renamed(name, shift) for name in segment.outputs),
         asides=tuple(_renamed(name, shift) for name in segment.asides),
         seeds=tuple(number + shift for number in segment.seeds),
-    )  # fmt: skip
+    )
 
 
 def _renamed(value: str, shift: int) -> str:

@@ -44,9 +44,12 @@ def executed(name: str, share: float, time_s: float) -> Row:
     trainer.apply_optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
     measured = trainer.peak_bytes(0)  # of a step with the optimizer's states there
     return {
-        "twin": words, "measured_peak": measured, "simulated_peak": made.simulation.peak_bytes[0] / measured,
-        "gradient_error": error, "gradients_equal": error <= EQUAL,
-    }  # fmt: skip
+        "twin": words,
+        "measured_peak": measured,
+        "simulated_peak": made.simulation.peak_bytes[0] / measured,
+        "gradient_error": error,
+        "gradients_equal": error <= EQUAL,
+    }
 
 
 @cache

@@ -137,8 +137,11 @@ class Seen:
 
     def fault(self) -> str:
         """What breaks a bound; empty where nothing does."""
-        faults = [f"{what} {getattr(self, what):.1e}" for what in ("loss", "grad", "param")
-                  if not getattr(self, what) <= TOLERANCE]  # fmt: skip
+        faults = [
+            f"{what} {getattr(self, what):.1e}"
+            for what in ("loss", "grad", "param")
+            if not getattr(self, what) <= TOLERANCE
+        ]
         faults += [] if self.equal else ["entries differ"]
         if not (1.0 <= self.least_ratio and self.most_ratio <= PEAK_RATIO):
             faults.append(f"peak ratio {self.least_ratio:.4f} to {self.most_ratio:.4f}")
@@ -147,17 +150,18 @@ class Seen:
     def widened(self, other: Seen) -> Seen:
         """The worse of both in everything."""
         return Seen(
-            max(self.loss, other.loss), max(self.grad, other.grad), max(self.param, other.param),
-            self.equal and other.equal, min(self.least_ratio, other.least_ratio),
+            max(self.loss, other.loss),
+            max(self.grad, other.grad),
+            max(self.param, other.param),
+            self.equal and other.equal,
+            min(self.least_ratio, other.least_ratio),
             max(self.most_ratio, other.most_ratio),
-        )  # fmt: skip
+        )
 
 
 def captured(small: Small) -> Program:
     """Its program in float64."""
-    return capture(
-        small.model, small.batch, loss_fn=small.loss_fn, precision="fp64", batch_dims=small.batch_dims
-    )  # fmt: skip
+    return capture(small.model, small.batch, loss_fn=small.loss_fn, precision="fp64", batch_dims=small.batch_dims)
 
 
 @lru_cache(maxsize=1)
@@ -266,10 +270,16 @@ def fuzz(name: str, ranks: int) -> Row:
         worst, equal = worst.widened(seen), equal + seen.equal
         failures += [f"{which}: {seen.fault()}"] if seen.fault() else []
     return {
-        "plans": count, "worst_loss": worst.loss, "worst_grad": worst.grad, "worst_param": worst.param,
-        "eager": of.eager_error(), "entries_equal": f"{equal}/{count}", "peak_ratio_min": worst.least_ratio,
-        "peak_ratio_max": worst.most_ratio, "failures": failures,
-    }  # fmt: skip
+        "plans": count,
+        "worst_loss": worst.loss,
+        "worst_grad": worst.grad,
+        "worst_param": worst.param,
+        "eager": of.eager_error(),
+        "entries_equal": f"{equal}/{count}",
+        "peak_ratio_min": worst.least_ratio,
+        "peak_ratio_max": worst.most_ratio,
+        "failures": failures,
+    }
 
 
 CASES: dict[str, Callable[[], Row]] = {

@@ -62,10 +62,16 @@ def main() -> None:
         failures += [f"{which}: {seen.fault()} {difference}".rstrip()] if rank == 0 and seen.fault() else []
     if rank == 0:
         row = {
-            "plans": len(paths), "worst_loss": worst.loss, "worst_grad": worst.grad, "worst_param": worst.param,
-            "eager": eager, "entries_equal": f"{equal}/{len(paths)}", "peak_ratio_min": worst.least_ratio,
-            "peak_ratio_max": worst.most_ratio, "failures": failures,
-        }  # fmt: skip
+            "plans": len(paths),
+            "worst_loss": worst.loss,
+            "worst_grad": worst.grad,
+            "worst_param": worst.param,
+            "eager": eager,
+            "entries_equal": f"{equal}/{len(paths)}",
+            "peak_ratio_min": worst.least_ratio,
+            "peak_ratio_max": worst.most_ratio,
+            "failures": failures,
+        }
         Path(found).write_text(json.dumps(row))
     leave_job()
 

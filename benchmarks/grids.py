@@ -97,9 +97,11 @@ def named(name: str, job: Job) -> Row:
 def _of(plan: Plan) -> Row:
     assert plan.prediction is not None
     return {
-        "step_s": plan.prediction.step_s, "mfu": plan.prediction.mfu, "what": plan_words(plan),
+        "step_s": plan.prediction.step_s,
+        "mfu": plan.prediction.mfu,
+        "what": plan_words(plan),
         "peak_gib": max(plan.prediction.peak_bytes) / 2**30,
-    }  # fmt: skip
+    }
 
 
 def _step_s(plan: Plan) -> float:
@@ -124,9 +126,11 @@ def measure(name: str, part: str) -> Row:
     except NoPlanError as fault:
         row = {"what": f"no plan: {fault}"[:300], "failures": [str(fault)]}
     return {
-        **row, "s": time.perf_counter() - started, "cpu_s": sum(map(_cpu_s, usages)) - before,
+        **row,
+        "s": time.perf_counter() - started,
+        "cpu_s": sum(map(_cpu_s, usages)) - before,
         "rss_gib": max(resource.getrusage(usage).ru_maxrss for usage in usages) / 2**20,
-    }  # fmt: skip
+    }
 
 
 def _cpu_s(who: int) -> float:

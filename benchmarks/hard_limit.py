@@ -88,9 +88,10 @@ def network(seed: int) -> tuple[Net, dict[str, Tensor]]:
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 1e-3}), "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-3}),
+    "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-4}),
-}  # fmt: skip
+}
 
 
 def tight_plan(seed: int) -> tuple[pp.Plan, int, str]:

@@ -78,18 +78,25 @@ def step_times(model: nn.Module, batch: Mapping[str, Tensor], steps: int = 200, 
     found = medians_us(
         {"step_us": step, "eager_us": eager_step},
         {
-            "check_us": apart.attributes.check, "batch_us": lambda: state.start(apart.cut(batch)),
-            "blocks_us": lambda: state.executor.run(state.before), "grads_us": state.take_grads, "update_us": update,
-            "eager_blocks_us": forward_backward, "eager_update_us": eager_update,
+            "check_us": apart.attributes.check,
+            "batch_us": lambda: state.start(apart.cut(batch)),
+            "blocks_us": lambda: state.executor.run(state.before),
+            "grads_us": state.take_grads,
+            "update_us": update,
+            "eager_blocks_us": forward_backward,
+            "eager_update_us": eager_update,
         },
-        steps, warm,
-    )  # fmt: skip
+        steps,
+        warm,
+    )
     instrs = sum(len(plan.programs[0].blocks[each.block].instrs) for each in plan.programs[0].steps if each.block)
     found = {name: round(each, 1) for name, each in found.items()}
     return {
-        **found, "instructions": instrs, "ratio": round(found["step_us"] / found["eager_us"], 3),
+        **found,
+        "instructions": instrs,
+        "ratio": round(found["step_us"] / found["eager_us"], 3),
         "blocks_ratio": round(found["blocks_us"] / found["eager_blocks_us"], 3),
-    }  # fmt: skip
+    }
 
 
 def _case(kind: str, layers: int) -> Row:
@@ -105,9 +112,20 @@ def _case(kind: str, layers: int) -> Row:
 
 CASES = {f"{kind}, {layers} layers": partial(_case, kind, layers) for kind in ("gpt2", "llama") for layers in (2, 8)}
 COLUMNS = (
-    "case", "instructions", "step_us", "eager_us", "ratio", "blocks_us", "eager_blocks_us", "blocks_ratio", "update_us",
-    "eager_update_us", "check_us", "batch_us", "grads_us",
-)  # fmt: skip
+    "case",
+    "instructions",
+    "step_us",
+    "eager_us",
+    "ratio",
+    "blocks_us",
+    "eager_blocks_us",
+    "blocks_ratio",
+    "update_us",
+    "eager_update_us",
+    "check_us",
+    "batch_us",
+    "grads_us",
+)
 
 
 if __name__ == "__main__":

@@ -78,12 +78,20 @@ def solved(network: Network, known: float | None = None) -> Row:
     same = all(found.objective == answer or abs(found.objective - answer) <= 1e-6 * abs(answer) for answer in answers)
     better = exact.status is Status.FEASIBLE and found.objective <= exact.objective
     return {
-        "variables": len(network.prices), "options": sum(map(len, network.prices)), "status": found.status.value,
-        "objective": found.objective, "bound": found.bound, "solve_s": found.solve_s, "cpu_s": cpu_s, "via": found.via,
+        "variables": len(network.prices),
+        "options": sum(map(len, network.prices)),
+        "status": found.status.value,
+        "objective": found.objective,
+        "bound": found.bound,
+        "solve_s": found.solve_s,
+        "cpu_s": cpu_s,
+        "via": found.via,
         "gap": 0.0 if found.objective == found.bound else 1 - found.bound / found.objective,
-        "known": known, "milp": exact.objective, "milp_s": exact.solve_s,
+        "known": known,
+        "milp": exact.objective,
+        "milp_s": exact.solve_s,
         "equal": "better" if same and better else same,
-    }  # fmt: skip
+    }
 
 
 def tight(instance: Instance) -> Row:
@@ -108,8 +116,13 @@ def program(model: str) -> Program:
 
 def exported(model: str, shape: tuple[int, int], tightness: float | None) -> Row:
     """A model's sharding problem; memory at a mixture of what the free optimum and the leanest plan hold."""
-    job = Job(program(model), parse_cluster(f"8xH100:{shape[0] * shape[1] // 8}"), OPTIMIZERS["adamw"],
-              ModelRef(display=model), {})  # fmt: skip
+    job = Job(
+        program(model),
+        parse_cluster(f"8xH100:{shape[0] * shape[1] // 8}"),
+        OPTIMIZERS["adamw"],
+        ModelRef(display=model),
+        {},
+    )
     space = problem_of(job, make_mesh(shape, ("outer", "inner")), 1, Constraints())
     network = network_of(space, 1.0)
     if tightness is None:

@@ -33,9 +33,15 @@ def llama(layers: int, hidden: int, inner: int, heads: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (optional extra)
 
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
-    )  # fmt: skip
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
     with torch.device("meta"):
         return LlamaForCausalLM(config).train()
 
@@ -58,13 +64,17 @@ def planned(make: Callable[[], torch.nn.Module], batch: int, sequence: int, clus
     plan = search(job, Constraints(), LIMIT, certify=False).plan
     assert plan.prediction is not None
     return {
-        "cpu_s": time.process_time() - started, "step_s": plan.prediction.step_s, "mfu": plan.prediction.mfu,
-        "peak_gib": max(plan.prediction.peak_bytes) / 2**30, "stages": len(plan.stages),
-        "mesh": "x".join(map(str, plan.stages[0].mesh.shape)), "microbatches": plan.num_microbatches,
+        "cpu_s": time.process_time() - started,
+        "step_s": plan.prediction.step_s,
+        "mfu": plan.prediction.mfu,
+        "peak_gib": max(plan.prediction.peak_bytes) / 2**30,
+        "stages": len(plan.stages),
+        "mesh": "x".join(map(str, plan.stages[0].mesh.shape)),
+        "microbatches": plan.num_microbatches,
         "schedule": plan.schedule.name,
         "recomputing": any(choice.activations for stage in plan.stages for choice in stage.choices),
         "planned": [note for note in plan.notes if "were estimated" in note],
-    }  # fmt: skip
+    }
 
 
 CASES = {

@@ -38,14 +38,15 @@ def with_messages_kept(program: RankProgram) -> RankProgram:
     backward."""
     received = {step.outs[0] for step in program.steps if step.kind is StepKind.RECV}
     received |= {
-        step.args[0] for step in program.steps
+        step.args[0]
+        for step in program.steps
         if step.kind is StepKind.ACCUMULATE and step.args[1] in received  # a gradient that takes its message's place
-    }  # fmt: skip
+    }
     sent = {
         step.args[0]: str(Action(stage=parse_action(step.action).stage, kind=ActionKind.B, microbatch=step.microbatch))
         for step in program.steps
         if step.kind is StepKind.SEND and step.phase in (ActionKind.F, ActionKind.SEND_F)
-    }  # fmt: skip
+    }
     steps = [
         msgspec.structs.replace(step, drops=tuple(name for name in step.drops if name not in received | sent.keys()))
         for step in program.steps
@@ -62,12 +63,14 @@ def with_last_products_kept(program: RankProgram) -> RankProgram:
     """The program with the last product of every layer that makes some again alive to the layer's backward."""
     last = {
         name: next((out for instr in reversed(block.instrs) if instr.target == LINEAR for out in instr.outs if out), "")
-        for name, block in program.blocks.items() if block.role is BlockRole.FORWARD and not _is_loss(block)
-    }  # fmt: skip
+        for name, block in program.blocks.items()
+        if block.role is BlockRole.FORWARD and not _is_loss(block)
+    }
     backwards = {
-        (step.segment, step.microbatch): place for place, step in enumerate(program.steps)
+        (step.segment, step.microbatch): place
+        for place, step in enumerate(program.steps)
         if step.segment >= 0 and program.role_of(step) is BlockRole.BACKWARD
-    }  # fmt: skip
+    }
     return _keeping(program, {name: value for name, value in last.items() if value}, backwards)
 
 

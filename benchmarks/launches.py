@@ -103,9 +103,15 @@ class _Flash(torch.autograd.Function):
 @contextmanager
 def _flash_attention() -> Iterator[None]:
     def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         assert attn_mask is None, "eager's models here have no masks"
         return _Flash.apply(query, key, value, dropout_p, is_causal)
 
@@ -119,10 +125,16 @@ def _language(kind: str, layers: int, tokens: tuple[int, int]) -> Made:
 
     sizes: dict[str, dict[str, Any]] = {
         "gpt2": {"n_layer": layers, "n_embd": 1600, "n_head": 25, "bos_token_id": None, "eos_token_id": None},
-        "llama": {"num_hidden_layers": layers, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
-                  "num_attention_heads": 32, "num_key_value_heads": 8},
+        "llama": {
+            "num_hidden_layers": layers,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
         "mixtral": {"num_hidden_layers": layers, "experts_implementation": "grouped_mm"},
-    }  # fmt: skip
+    }
     config = AutoConfig.for_model(kind, **sizes[kind], use_cache=False)
     ids = torch.zeros(tokens, dtype=torch.long)
     return AutoModelForCausalLM.from_config(config).train(), {"input_ids": ids, "labels": ids}
@@ -177,9 +189,13 @@ def _row(more: Callable[[], Made], less: Callable[[], Made] | None, precision: s
             counts.append(count(more(), precision).less(count(less(), precision) if less else Count(0, 0, 0)))
     mine, theirs = counts
     return {
-        "ours_forward": mine.forward, "ours_backward": mine.backward, "eager_forward": theirs.forward,
-        "eager_backward": theirs.backward, "ours_bytes": mine.nbytes, "eager_bytes": theirs.nbytes,
-    }  # fmt: skip
+        "ours_forward": mine.forward,
+        "ours_backward": mine.backward,
+        "eager_forward": theirs.forward,
+        "eager_backward": theirs.backward,
+        "ours_bytes": mine.nbytes,
+        "eager_bytes": theirs.nbytes,
+    }
 
 
 COLUMNS = ("case", "ours_forward", "ours_backward", "eager_forward", "eager_backward", "ours_bytes", "eager_bytes")

@@ -66,10 +66,15 @@ def planned(problem: MemoryProblem, share: float, time_s: float) -> Row:
         return {**row, "status": "infeasible" if isinstance(fault, InfeasibleError) else "limit", "why": str(fault)}
     whole = problem.compute_s
     return {
-        **row, "overhead": 100 * (found.evaluation.step_s / whole - 1), "bound": 100 * (found.bound_s / whole - 1),
-        "gap": 100 * found.gap, "solve_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu,
-        "peak": (found.evaluation.peak_bytes - base) / most, "status": found.status.value,
-    }  # fmt: skip
+        **row,
+        "overhead": 100 * (found.evaluation.step_s / whole - 1),
+        "bound": 100 * (found.bound_s / whole - 1),
+        "gap": 100 * found.gap,
+        "solve_s": time.perf_counter() - started,
+        "cpu_s": time.process_time() - cpu,
+        "peak": (found.evaluation.peak_bytes - base) / most,
+        "status": found.status.value,
+    }
 
 
 def model(name: str, share: float, time_s: float) -> Row:

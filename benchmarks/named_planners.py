@@ -48,12 +48,16 @@ def planned(name: str, batch: int) -> Row:
     assert plan.prediction is not None
     again = any(choice.activations for stage in plan.stages for choice in stage.choices)
     return {
-        "s": time.perf_counter() - started, "step_s": plan.prediction.step_s,
-        "peak_gib": max(plan.prediction.peak_bytes) / 2**30, "stages": len(plan.stages),
-        "mesh": "x".join(map(str, plan.stages[0].mesh.shape)), "microbatches": plan.num_microbatches,
-        "schedule": plan.schedule.name, "recomputing": again,
+        "s": time.perf_counter() - started,
+        "step_s": plan.prediction.step_s,
+        "peak_gib": max(plan.prediction.peak_bytes) / 2**30,
+        "stages": len(plan.stages),
+        "mesh": "x".join(map(str, plan.stages[0].mesh.shape)),
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule.name,
+        "recomputing": again,
         "planned": "" if name == OURS else plan.notes[-1].rpartition(": ")[2],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

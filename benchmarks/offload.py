@@ -40,9 +40,18 @@ def model() -> torch.nn.Module:
     """GPT-2 of small widths, without dropout."""
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=LAYERS, n_embd=256, n_head=4, vocab_size=1024, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False,
-    )  # fmt: skip
+        n_layer=LAYERS,
+        n_embd=256,
+        n_head=4,
+        vocab_size=1024,
+        n_positions=128,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
     return GPT2LMHeadModel(config).train()
 
 
@@ -50,9 +59,11 @@ def scaled(cluster: ClusterSpec, factor: float, host_bytes_per_s: float) -> Clus
     """The cluster with a device so many times slower, and a host's link."""
     (group,) = cluster.groups
     device = msgspec.structs.replace(
-        group.device, flops_per_s={dtype: rate / factor for dtype, rate in group.device.flops_per_s.items()},
-        memory_bytes_per_s=group.device.memory_bytes_per_s / factor, launch_s=group.device.launch_s * factor,
-    )  # fmt: skip
+        group.device,
+        flops_per_s={dtype: rate / factor for dtype, rate in group.device.flops_per_s.items()},
+        memory_bytes_per_s=group.device.memory_bytes_per_s / factor,
+        launch_s=group.device.launch_s * factor,
+    )
     host = msgspec.structs.replace(group.host, bytes_per_s=host_bytes_per_s)
     return msgspec.structs.replace(cluster, groups=(msgspec.structs.replace(group, device=device, host=host),))
 
@@ -72,9 +83,15 @@ def raced(ratio: float) -> Row:
     plan, runner, batch = kept()
     factor = statistics.median(timed(runner, batch) for _ in range(STEPS)) / forward_and_backward(plan)
     made = pp.compile(
-        model(), scaled(plan.data.cluster, factor, 1e15), example_inputs=batch, optimizer="sgd", microbatches=1,
-        memory=int(max(plan.prediction.peak_bytes) * 0.7), recompute="none", offload="host",
-    )  # fmt: skip
+        model(),
+        scaled(plan.data.cluster, factor, 1e15),
+        example_inputs=batch,
+        optimizer="sgd",
+        microbatches=1,
+        memory=int(max(plan.prediction.peak_bytes) * 0.7),
+        recompute="none",
+        offload="host",
+    )
     spans = made.simulate().traces[0].spans
     forward = sum(span.busy_s for span in spans if span.stream == "compute" and span.phase == "F")
     moved = made.prediction.tier_peak_bytes["host"]
@@ -86,11 +103,15 @@ def raced(ratio: float) -> Row:
     now = usual / forward_and_backward(plan)
     predicted = forward_and_backward(made.on(scaled(plan.data.cluster, now, moved / (ratio * forward))))
     return {
-        "predicted_s": predicted, "measured_s": measured, "ratio": predicted / measured,
-        "predicted_over_kept": predicted / usual, "measured_over_kept": measured / usual,
-        "device_bytes": max(there.prediction.peak_bytes), "host_bytes": moved,
+        "predicted_s": predicted,
+        "measured_s": measured,
+        "ratio": predicted / measured,
+        "predicted_over_kept": predicted / usual,
+        "measured_over_kept": measured / usual,
+        "device_bytes": max(there.prediction.peak_bytes),
+        "host_bytes": moved,
         "kept_bytes": max(plan.prediction.peak_bytes),
-    }  # fmt: skip
+    }
 
 
 def timed(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:

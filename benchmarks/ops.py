@@ -111,10 +111,17 @@ class OpModel(nn.Module):
         return found, {"rows": 0} | {f"x{index}": 0 if rows else None for index, rows in enumerate(self.rows)}
 
     def forward(
-        self, rows: Tensor, x0: Tensor | None = None, x1: Tensor | None = None, x2: Tensor | None = None,
-        x3: Tensor | None = None, x4: Tensor | None = None, x5: Tensor | None = None, x6: Tensor | None = None,
+        self,
+        rows: Tensor,
+        x0: Tensor | None = None,
+        x1: Tensor | None = None,
+        x2: Tensor | None = None,
+        x3: Tensor | None = None,
+        x4: Tensor | None = None,
+        x5: Tensor | None = None,
+        x6: Tensor | None = None,
         x7: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         given = []
         for index, (like, x) in enumerate(zip(self.sample.tensors, (x0, x1, x2, x3, x4, x5, x6, x7), strict=False)):
             assert x is not None
@@ -147,12 +154,17 @@ class Seen:
         wrong = "crashed" if any(text.startswith("crash") for text in self.failures) else "wrong"
         status = wrong if self.failures else "right" if self.plans else "refused" if self.refusals else "none"
         return {
-            "status": status, "samples": self.samples, "plans": self.plans, "worst": self.worst,
-            "entries_equal": f"{self.equal}/{self.plans}", "peak_ratio_min": self.least if self.plans else None,
+            "status": status,
+            "samples": self.samples,
+            "plans": self.plans,
+            "worst": self.worst,
+            "entries_equal": f"{self.equal}/{self.plans}",
+            "peak_ratio_min": self.least if self.plans else None,
             "peak_ratio_max": self.most if self.plans else None,
-            "replicated": "; ".join(f"{op}: {why}" for op, why in self.replicated.items()), "failures": self.failures,
+            "replicated": "; ".join(f"{op}: {why}" for op, why in self.replicated.items()),
+            "failures": self.failures,
             "reason": "; ".join(dict.fromkeys(self.refusals)),
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -355,14 +367,15 @@ def summary(rows: Sequence[Row]) -> Row:
     tried = [row for row in rows if row["plans"]]
     return {
         "status": ", ".join(f"{count} {status}" for status, count in sorted(by_status.items())),
-        "samples": sum(row["samples"] for row in rows), "plans": sum(row["plans"] for row in rows),
+        "samples": sum(row["samples"] for row in rows),
+        "plans": sum(row["plans"] for row in rows),
         "worst": max((row["worst"] for row in tried), default=None),
         "entries_equal": f"{sum(int(row['entries_equal'].split('/')[0]) for row in tried)}/"
-                         f"{sum(row['plans'] for row in tried)}",
+        f"{sum(row['plans'] for row in tried)}",
         "peak_ratio_min": min((row["peak_ratio_min"] for row in tried), default=None),
         "peak_ratio_max": max((row["peak_ratio_max"] for row in tried), default=None),
         "replicated": f"{sum(bool(row['replicated']) for row in tried)} ops",
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -162,10 +162,15 @@ def row(known: str, ours: float, bound: float, seconds: float, rescored: float |
     failures = [] if rescored is None or math.isclose(rescored, ours, rel_tol=1e-9) else [f"rescored {rescored}"]
     solved = INFEASIBLE if math.isinf(ours) and math.isinf(bound) else ours
     return {
-        "ours": "not found" if solved == math.inf else solved, "known": known or None, "bound": bound,
-        "gap": 0.0 if ours == bound else 1.0 if math.isinf(ours) else (ours - bound) / ours, "solve_s": seconds,
-        "rescored": rescored, "against": against(known, ours, bound), "failures": failures,
-    }  # fmt: skip
+        "ours": "not found" if solved == math.inf else solved,
+        "known": known or None,
+        "bound": bound,
+        "gap": 0.0 if ours == bound else 1.0 if math.isinf(ours) else (ours - bound) / ours,
+        "solve_s": seconds,
+        "rescored": rescored,
+        "against": against(known, ours, bound),
+        "failures": failures,
+    }
 
 
 def against(known: str, ours: float, bound: float) -> str | None:

@@ -65,7 +65,7 @@ def timed(name: str, profile: Path, cluster: ClusterSpec) -> tuple[float, list[f
     """One plan's step as priced, and as run, seconds."""
     plan = pp.compile(
         made(MODEL).model, cluster, batch=BATCH, seq=SEQ, recompute="none", profile=profile, **PLANS[name]
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         file, found = Path(folder) / "plan.json", Path(folder) / "row.json"
         plan.save(file)
@@ -93,11 +93,18 @@ def passes() -> list[Row]:
     rows = []
     for name in PLANS:
         expected, middle = statistics.fmean(predicted[name]), statistics.median(steps[name])
-        rows.append({
-            "plan": name, "predicted_ms": 1e3 * expected, "measured_ms": 1e3 * middle,
-            "quickest_ms": 1e3 * min(steps[name]), "error_percent": 100 * (expected / middle - 1), "load": load[name],
-            "rounds": len(steps[name]), "passes_ms": [1e3 * each for each in predicted[name]],
-        })  # fmt: skip
+        rows.append(
+            {
+                "plan": name,
+                "predicted_ms": 1e3 * expected,
+                "measured_ms": 1e3 * middle,
+                "quickest_ms": 1e3 * min(steps[name]),
+                "error_percent": 100 * (expected / middle - 1),
+                "load": load[name],
+                "rounds": len(steps[name]),
+                "passes_ms": [1e3 * each for each in predicted[name]],
+            }
+        )
     return rows
 
 

@@ -30,9 +30,7 @@ from paraplan.planner.search import search
 from tests.runtime.pipelines import account, cut, job_of, pipeline_of
 
 Made = tuple[nn.Module, dict[str, Tensor]]
-SCHEDULES = {
-    "gpipe": 1, "1f1b": 1, "zb-h1": 1, "gems": 1, "chimera": 1, "interleaved": 2, "zb-v": 2, "hanayo": 2,
-}  # fmt: skip
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "gems": 1, "chimera": 1, "interleaved": 2, "zb-v": 2, "hanayo": 2}
 """Per schedule, how many stages a position holds."""
 
 TOLERANCE = 1e-9
@@ -57,10 +55,15 @@ def language(kind: str) -> Made:
     elif kind == "llama":
         model = hf.LlamaForCausalLM(
             hf.LlamaConfig(
-                hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
-                num_key_value_heads=2, max_position_embeddings=32, **sizes,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                max_position_embeddings=32,
+                **sizes,
             )
-        )  # fmt: skip
+        )
     else:
         model = hf.T5ForConditionalGeneration(
             hf.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, **sizes)
@@ -71,10 +74,15 @@ def language(kind: str) -> Made:
 def vit() -> Made:
     model = hf.ViTForImageClassification(
         hf.ViTConfig(
-            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, image_size=16,
-            patch_size=8, num_labels=4,
+            hidden_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=16,
+            patch_size=8,
+            num_labels=4,
         )
-    )  # fmt: skip
+    )
     generator = torch.Generator().manual_seed(1)
     return model, {"pixel_values": torch.randn(4, 3, 16, 16, generator=generator), "labels": torch.tensor([0, 1, 2, 3])}
 
@@ -120,11 +128,17 @@ def trained(name: str, tp: int, schedules: list[str]) -> list[Row]:
             rows.append({**row, "failures": [f"{type(fault).__name__}: {fault}"]})
             continue
         wrong = [] if found.error <= TOLERANCE else [f"error {found.error:.1e}"]
-        rows.append({
-            **row, "worst_error": found.error, "entries_equal": found.entries_equal, "peak_ratio_min": min(found.peaks),
-            "peak_ratio_max": max(found.peaks), "waits": found.bubble,
-            "failures": wrong + ([] if found.entries_equal else ["entries differ"]),
-        })  # fmt: skip
+        rows.append(
+            {
+                **row,
+                "worst_error": found.error,
+                "entries_equal": found.entries_equal,
+                "peak_ratio_min": min(found.peaks),
+                "peak_ratio_max": max(found.peaks),
+                "waits": found.bubble,
+                "failures": wrong + ([] if found.entries_equal else ["entries differ"]),
+            }
+        )
     return rows
 
 

@@ -34,9 +34,15 @@ def llama_8b(layers: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (optional extra)
 
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
-    )  # fmt: skip
+        num_hidden_layers=layers,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
     with torch.device("meta"):
         return LlamaForCausalLM(config).train()
 
@@ -52,11 +58,18 @@ def plan_llama(layers: int) -> dict[str, object]:
     plan = found.plan
     assert plan.prediction is not None and plan.certificate is not None
     return {
-        "kinds": len(program.kinds), "capture_s": captured - started, "solve_s": found.solve_s, "plan_s": found.total_s,
-        "step_s": plan.prediction.step_s, "bound_s": plan.certificate.bound_s, "gap": plan.certificate.gap,
-        "status": plan.certificate.status, "peak_gib": max(plan.prediction.peak_bytes) / 2**30,
-        "plan_kb": len(to_json(plan)) / 1e3, "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }  # fmt: skip
+        "kinds": len(program.kinds),
+        "capture_s": captured - started,
+        "solve_s": found.solve_s,
+        "plan_s": found.total_s,
+        "step_s": plan.prediction.step_s,
+        "bound_s": plan.certificate.bound_s,
+        "gap": plan.certificate.gap,
+        "status": plan.certificate.status,
+        "peak_gib": max(plan.prediction.peak_bytes) / 2**30,
+        "plan_kb": len(to_json(plan)) / 1e3,
+        "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
 
 
 if __name__ == "__main__":

@@ -43,9 +43,13 @@ Row = dict[str, Any]
 
 BATCH, SEQ, ROUNDS, PASSES = 4, 64, 5, 3
 LLAMA: dict[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 2048, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "max_position_embeddings": 256,
-}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "vocab_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 256,
+}
 _QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
 _STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _WIDTHS = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "num_hidden_layers": 3}
@@ -100,9 +104,12 @@ def step(name: str) -> Row:
         measured = statistics.median(taken)
     predicted = plan.prediction.step_s
     return {
-        "predicted_ms": 1e3 * predicted, "measured_ms": 1e3 * measured, "shapes": shapes // PASSES,
-        "error_percent": 100 * (predicted / measured - 1), "notes": list(plan.data.notes),
-    }  # fmt: skip
+        "predicted_ms": 1e3 * predicted,
+        "measured_ms": 1e3 * measured,
+        "shapes": shapes // PASSES,
+        "error_percent": 100 * (predicted / measured - 1),
+        "notes": list(plan.data.notes),
+    }
 
 
 def collectives() -> list[Row]:
@@ -117,10 +124,14 @@ def collectives() -> list[Row]:
             for each in between.times
             if each.target == target and each.input_bytes >= SMALLEST_COUNTED
         ]
-        rows.append({
-            "collective": target, "points": len(errors), "median_error_percent": 100 * statistics.median(errors),
-            "worst_error_percent": 100 * max(errors),
-        })  # fmt: skip
+        rows.append(
+            {
+                "collective": target,
+                "points": len(errors),
+                "median_error_percent": 100 * statistics.median(errors),
+                "worst_error_percent": 100 * max(errors),
+            }
+        )
     return [{"target": row.pop("collective"), **row} for row in rows]
 
 
@@ -135,13 +146,19 @@ def layer() -> list[Row]:
             program = capture(model, hf_batch(model, 8, 64))
             done: MeasuringRun = profile_program(program, Path(folder) / "profile.db")
             errors = done.errors["all"]
-            rows.append({
-                "layers": layers, "shapes": done.measured, "cpu_s": time.process_time() - busy,
-                "wall_s": time.perf_counter() - wall, "points": errors.points, "failed": done.failed,
-                "interpolation_median_percent": 100 * errors.median,
-                "interpolation_9_of_10_percent": 100 * errors.ninth_decile,
-                "interpolation": {kind: [e.points, e.median, e.ninth_decile] for kind, e in done.errors.items()},
-            })  # fmt: skip
+            rows.append(
+                {
+                    "layers": layers,
+                    "shapes": done.measured,
+                    "cpu_s": time.process_time() - busy,
+                    "wall_s": time.perf_counter() - wall,
+                    "points": errors.points,
+                    "failed": done.failed,
+                    "interpolation_median_percent": 100 * errors.median,
+                    "interpolation_9_of_10_percent": 100 * errors.ninth_decile,
+                    "interpolation": {kind: [e.points, e.median, e.ninth_decile] for kind, e in done.errors.items()},
+                }
+            )
     return rows
 
 

@@ -77,9 +77,12 @@ def predict(case: Case, time_limit_s: float) -> Row:
     """The row's plan and what it says of it."""
     started = time.process_time()
     row: Row = {
-        "file": case.file, "row": case.name, "unit": case.unit, "published": case.published,
+        "file": case.file,
+        "row": case.name,
+        "unit": case.unit,
+        "published": case.published,
         "pins": " ".join(f"{key}={value}" for key, value in case.pins.items()),
-    }  # fmt: skip
+    }
     tried: dict[str, str] = {}
     best: Carried | None = None
     chosen = [group[0] for group in case.free]
@@ -147,9 +150,13 @@ def searched(case: Case, pins: Pins, batch: int, cluster: ClusterSpec, time_limi
     """The planner's answer."""
     program, reference = program_of(replace(case, batch=batch))
     job = Job(
-        program=program, cluster=cluster, optimizer=OPTIMIZERS["adamw"], model=reference, versions=versions(),
+        program=program,
+        cluster=cluster,
+        optimizer=OPTIMIZERS["adamw"],
+        model=reference,
+        versions=versions(),
         sum_products=case.sums,
-    )  # fmt: skip
+    )
     return search(job, Constraints(**pins), time_limit_s, certify=False).plan
 
 
@@ -180,9 +187,7 @@ def _roomy(cluster: ClusterSpec) -> ClusterSpec:
 
 def _text(free: Row) -> str:
     """Free choices, short."""
-    return " ".join(
-        f"{key}={len(value) if key == 'stages' else value}" for key, value in free.items()
-    ) or "as pinned"  # fmt: skip
+    return " ".join(f"{key}={len(value) if key == 'stages' else value}" for key, value in free.items()) or "as pinned"
 
 
 def _step_s(found: Carried | None) -> float:
@@ -210,28 +215,37 @@ def _said(case: Case, found: Carried) -> Row:
         reserved = max(told.reserved_bytes) / 2**30
         memory = {
             "peak_gib": max(said.peak_bytes) / 2**30,
-            "memory_published_gib": case.memory_gib, "memory_gib": reserved,
+            "memory_published_gib": case.memory_gib,
+            "memory_gib": reserved,
             "memory_error_percent": 100 * (reserved / case.memory_gib - 1),
-        }  # fmt: skip
+        }
     return memory | {
-        "predicted": predicted, "error_percent": 100 * (predicted / case.published - 1), "step_s": said.step_s,
-        "compute_s": said.compute_s, "exposed": said.exposed_comm_s / said.step_s, "bubble": idle / said.step_s,
-        "drift": found.drift, "rate_slope": _rate_slope(found),
+        "predicted": predicted,
+        "error_percent": 100 * (predicted / case.published - 1),
+        "step_s": said.step_s,
+        "compute_s": said.compute_s,
+        "exposed": said.exposed_comm_s / said.step_s,
+        "bubble": idle / said.step_s,
+        "drift": found.drift,
+        "rate_slope": _rate_slope(found),
         "device": plan.cluster.groups[0].device.kind.split("-")[0],
         "chosen": f"{plan.schedule.name} stages={len(plan.stages)} microbatches={found.count}"
         + (" recomputing" if remade else ""),
-    }  # fmt: skip
+    }
 
 
 def _rate_slope(found: Carried) -> float:
     """By what share of one percent the step is shorter where every product goes one percent faster."""
     plan = found.plan
     groups = tuple(
-        msgspec.structs.replace(group, device=msgspec.structs.replace(
-            group.device, flops_per_s={dtype: RATE_STEP * rate for dtype, rate in group.device.flops_per_s.items()}
-        ))
+        msgspec.structs.replace(
+            group,
+            device=msgspec.structs.replace(
+                group.device, flops_per_s={dtype: RATE_STEP * rate for dtype, rate in group.device.flops_per_s.items()}
+            ),
+        )
         for group in plan.cluster.groups
-    )  # fmt: skip
+    )
     faster = msgspec.structs.replace(plan, cluster=msgspec.structs.replace(plan.cluster, groups=groups))
     programs = lower(plan)
     whole = plan.num_microbatches == found.count

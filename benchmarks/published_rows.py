@@ -120,9 +120,14 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     again = bool(recompute)  # all such rows are of 2021 and 2022
     counted = again and "tflops_per_gpu" in row  # what runs twice counts twice
     flops = (
-        (96 if counted else 72) * b * s * layers * h * h
+        (96 if counted else 72)
+        * b
+        * s
+        * layers
+        * h
+        * h
         * (1 + s / (6 * h) + v / ((16 if counted else 12) * layers * h))
-    )  # fmt: skip
+    )
     gpus, tp, pp = int(row["gpus"]), int(sizes.get("tp", 1)), int(sizes.get("pp", 1))
     dp = gpus // (tp * pp)
     pins: Pins = {"dp": dp}
@@ -151,9 +156,15 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     elif "zero" not in pins:
         free = (({"zero": 1}, {"zero": 0}), *free)
     settings = {
-        "hidden": h, "layers": layers, "heads": int(sizes["heads"]), "vocab": v, "sequence": s, "tied": again,
-        "flash": sizes.get("attention_fused", not again), "dropout": DROPOUT if again else 0.0,
-    }  # fmt: skip
+        "hidden": h,
+        "layers": layers,
+        "heads": int(sizes["heads"]),
+        "vocab": v,
+        "sequence": s,
+        "tied": again,
+        "flash": sizes.get("attention_fused", not again),
+        "dropout": DROPOUT if again else 0.0,
+    }
     said = row.get("scheme", row.get("recompute", ""))
     name = " ".join(str(part) for part in (row.get("name", "530B"), said, gpus) if part)
     published = float(row["tflops_per_gpu"]) if "tflops_per_gpu" in row else flops / 1e12 / gpus / row["iteration_s"]
@@ -221,9 +232,12 @@ def llama_case(file: str, data: Row, row: Row) -> Case:
         free = (torchtitan_schedules(LLAMA[row["name"]]["num_hidden_layers"], pp, str(row.get("schedule", ""))),)
     float8 = "float8" in row["dtype"]
     said = {
-        f"at {s}": "sequence" in row, str(row.get("schedule", "")): row.get("schedule") == "1f1b", "float8": float8,
-        "compiled": row["compile"], "async": row.get("async_tp", False) and pp == 1,
-    }  # fmt: skip
+        f"at {s}": "sequence" in row,
+        str(row.get("schedule", "")): row.get("schedule") == "1f1b",
+        "float8": float8,
+        "compiled": row["compile"],
+        "async": row.get("async_tp", False) and pp == 1,
+    }
     degrees = "x".join(map(str, parallel.values()))
     name = " ".join((row["name"], degrees, *(word for word, is_so in said.items() if is_so)))
     return Case(
@@ -250,12 +264,22 @@ def llama3_case(file: str, data: Row, row: Row) -> Case:
         {"schedule": "interleaved", "stages": llama3_stages(layers, pp * v)} for v in (8, 4, 2) if pp * v <= layers + 2
     )
     return Case(
-        file, " ".join([size, str(gpus), *([f"at {s}"] if cp > 1 else [])]), "torchtitan_llama",
+        file,
+        " ".join([size, str(gpus), *([f"at {s}"] if cp > 1 else [])]),
+        "torchtitan_llama",
         {**of, "max_position_embeddings": s, "tie_word_embeddings": False, "loss_parallel": tp > 1},
-        _cluster(data, gpus), batch, s, PRECISIONS[str(data["dtype"])], pins,
-        (kept, schedules, ({"microbatches": int(row["batch_per_dp"])},)), "TFLOP/s", float(row["tflops_per_gpu"]),
-        batch * s * (6 * params_of(of) + 12 * layers * h * s) / 1e12, gpus, sums=False,
-    )  # fmt: skip
+        _cluster(data, gpus),
+        batch,
+        s,
+        PRECISIONS[str(data["dtype"])],
+        pins,
+        (kept, schedules, ({"microbatches": int(row["batch_per_dp"])},)),
+        "TFLOP/s",
+        float(row["tflops_per_gpu"]),
+        batch * s * (6 * params_of(of) + 12 * layers * h * s) / 1e12,
+        gpus,
+        sums=False,
+    )
 
 
 def params_of(of: dict[str, Any]) -> int:

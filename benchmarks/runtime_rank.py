@@ -128,9 +128,10 @@ def mean_over_ranks(loss: Tensor) -> float:
 def spread(name: str, seconds: list[float]) -> dict[str, float]:
     """min, median and max, in milliseconds."""
     return {
-        f"{name}_min_ms": 1e3 * min(seconds), f"{name}_ms": 1e3 * statistics.median(seconds),
+        f"{name}_min_ms": 1e3 * min(seconds),
+        f"{name}_ms": 1e3 * statistics.median(seconds),
         f"{name}_max_ms": 1e3 * max(seconds),
-    }  # fmt: skip
+    }
 
 
 def race(name: str, against: str, rounds: int, rank: int, ranks: int) -> dict[str, object]:
@@ -155,13 +156,17 @@ def race(name: str, against: str, rounds: int, rank: int, ranks: int) -> dict[st
             raise AssertionError(f"step {index}: our loss is {losses[0]}, theirs {losses[1]}")
     quotients = statistics.quantiles([a / b for a, b in zip(*times, strict=True)], n=4)
     return {
-        "ratio": statistics.median(times[0]) / statistics.median(times[1]), "ratio_min": quotients[0],
+        "ratio": statistics.median(times[0]) / statistics.median(times[1]),
+        "ratio_min": quotients[0],
         "ratio_max": quotients[2],
         "cpu_ratio": statistics.median(busy[0]) / statistics.median(busy[1]),
-        **spread("ours", times[0]), **spread("theirs", times[1]), "rounds": rounds,
-        "parameters": sum(p.numel() for p in model.parameters()), "final_loss_ours": losses[0],
+        **spread("ours", times[0]),
+        **spread("theirs", times[1]),
+        "rounds": rounds,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "final_loss_ours": losses[0],
         "final_loss_theirs": losses[1],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

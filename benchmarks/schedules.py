@@ -28,9 +28,19 @@ from paraplan.planner.schedules.searching.schedule_search import Effort, Searche
 
 COUNTS = {"equal": 40, "uneven": 100, "tight": 60}
 COLUMNS = (
-    "case", "positions", "stages", "microbatches", "best named", "named bubble", "bubble", "shorter", "peak", "gap",
-    "found by", "solve_s",
-)  # fmt: skip
+    "case",
+    "positions",
+    "stages",
+    "microbatches",
+    "best named",
+    "named bubble",
+    "bubble",
+    "shorter",
+    "peak",
+    "gap",
+    "found by",
+    "solve_s",
+)
 
 
 def problem_of(family: str, seed: int) -> PipelineProblem:
@@ -49,19 +59,28 @@ def problem_of(family: str, seed: int) -> PipelineProblem:
         return problem
     peaks = [named.peak_bytes for named in fitting(problem).values()]
     return PipelineProblem(
-        stages=stages, num_positions=positions, num_microbatches=positions * rounds, replicas=problem.replicas,
+        stages=stages,
+        num_positions=positions,
+        num_microbatches=positions * rounds,
+        replicas=problem.replicas,
         memory_bytes=rng.choice(peaks),
-    )  # fmt: skip
+    )
 
 
 def _uneven(rng: random.Random) -> StageCosts:
     forward_s = rng.uniform(0.5, 1.5)
     input_grad_s, weight_grad_s = forward_s * rng.uniform(0.8, 1.3), forward_s * rng.uniform(0.5, 1.1)
     return StageCosts(
-        forward_s=forward_s, backward_s=input_grad_s + weight_grad_s, input_grad_s=input_grad_s,
-        weight_grad_s=weight_grad_s, send_forward_s=rng.uniform(0, 0.3), send_backward_s=rng.uniform(0, 0.3),
-        activation_bytes=rng.randint(6, 12), weight_grad_bytes=rng.randint(2, 6), fixed_bytes=rng.randint(0, 10),
-    )  # fmt: skip
+        forward_s=forward_s,
+        backward_s=input_grad_s + weight_grad_s,
+        input_grad_s=input_grad_s,
+        weight_grad_s=weight_grad_s,
+        send_forward_s=rng.uniform(0, 0.3),
+        send_backward_s=rng.uniform(0, 0.3),
+        activation_bytes=rng.randint(6, 12),
+        weight_grad_bytes=rng.randint(2, 6),
+        fixed_bytes=rng.randint(0, 10),
+    )
 
 
 def fitting(problem: PipelineProblem) -> dict[str, ScheduleTimes]:
@@ -91,12 +110,21 @@ def row(family: str, seed: int, effort: Effort) -> Row:
     solve_s = time.process_time() - begun
     shorter = 1 - found.evaluation.step_s / named[best].step_s
     return {
-        "positions": problem.num_positions, "stages": len(problem.stages), "microbatches": problem.num_microbatches,
-        "family": family, "best named": best, "named bubble": named[best].bubble, "bubble": found.evaluation.bubble,
-        "shorter": shorter, "peak": max(found.evaluation.peak_bytes) / max(named[best].peak_bytes),
-        "gap": max(0.0, found.gap), "found by": found.found_by, "status": found.status, "solve_s": solve_s,
+        "positions": problem.num_positions,
+        "stages": len(problem.stages),
+        "microbatches": problem.num_microbatches,
+        "family": family,
+        "best named": best,
+        "named bubble": named[best].bubble,
+        "bubble": found.evaluation.bubble,
+        "shorter": shorter,
+        "peak": max(found.evaluation.peak_bytes) / max(named[best].peak_bytes),
+        "gap": max(0.0, found.gap),
+        "found by": found.found_by,
+        "status": found.status,
+        "solve_s": solve_s,
         "failures": _failures(problem, found, shorter),
-    }  # fmt: skip
+    }
 
 
 def _failures(problem: PipelineProblem, found: Searched, shorter: float) -> list[str]:

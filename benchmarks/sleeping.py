@@ -61,16 +61,18 @@ class Blank:
 class SleepingPort:
     """A rank's messages."""
 
-    def __init__(self, program: RankProgram, place: int, costs: Costs, scale: float, streams: Streams,
-                 meeting: Meeting) -> None:  # fmt: skip
+    def __init__(
+        self, program: RankProgram, place: int, costs: Costs, scale: float, streams: Streams, meeting: Meeting
+    ) -> None:
         self._streams, self._meeting = streams, meeting
         transfers = program.transfers.values()
         parts = Counter((transfer.message, transfer.sends) for transfer in transfers)
         self._seconds = {
-            (transfer.message, transfer.sends, transfer.peers[place]):
-            scale * parts[transfer.message, transfer.sends] * costs.moves.message_s(transfer)
+            (transfer.message, transfer.sends, transfer.peers[place]): scale
+            * parts[transfer.message, transfer.sends]
+            * costs.moves.message_s(transfer)
             for transfer in transfers
-        }  # fmt: skip
+        }
 
     def send(self, x: Tensor, peer: int, what: str) -> Handle:
         """Start to send."""
@@ -138,9 +140,17 @@ class SleepingRank:
     """
 
     def __init__(
-        self, plan: Plan, programs: tuple[RankProgram, ...], simulation: Simulation, rank: int, meeting: Meeting, *,
-        scale: float = 1.0, groups: tuple[str, ...] | None = None, sleeps: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        programs: tuple[RankProgram, ...],
+        simulation: Simulation,
+        rank: int,
+        meeting: Meeting,
+        *,
+        scale: float = 1.0,
+        groups: tuple[str, ...] | None = None,
+        sleeps: bool = True,
+    ) -> None:
         index = plan.schedule.rank_class[rank]
         self.plan, self.program, self.costs, self.scale = plan, programs[index], plan_costs(plan)[index], scale
         self.clock, self.meeting = Clock(sleeps), meeting

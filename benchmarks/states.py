@@ -28,10 +28,13 @@ from paraplan.planner.search import search
 WIDTH, LAYERS = 2048, 12
 ROWS = {"small": 8, "large": 131072}
 PLACES = {
-    "none": Constraints(), "host": Constraints(offload_states="host"), "fetched": Constraints(offload_states="fetched"),
-    "late": Constraints(offload_states="host", delayed_update=0), "disk": Constraints(offload_states="disk"),
+    "none": Constraints(),
+    "host": Constraints(offload_states="host"),
+    "fetched": Constraints(offload_states="fetched"),
+    "late": Constraints(offload_states="host", delayed_update=0),
+    "disk": Constraints(offload_states="disk"),
     "grads": Constraints(offload_states="disk-grads"),
-}  # fmt: skip
+}
 COLUMNS = (
     "device",
     "batch",

@@ -77,9 +77,13 @@ def at_microbatches(plan: Plan, program: Program, count: int) -> Plan:
     schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
     placed = spread(schedule, tuple(rank // size for rank in range(plan.cluster.num_devices)))
     return msgspec.structs.replace(
-        plan, program=program, num_microbatches=count, prediction=None, certificate=None,
+        plan,
+        program=program,
+        num_microbatches=count,
+        prediction=None,
+        certificate=None,
         schedule=split_classes(placed, plan.cluster.device_kinds()),
-    )  # fmt: skip
+    )
 
 
 def carried_on(plan: Plan, count: int, program_of: Callable[[int], Program]) -> Carried:

@@ -88,10 +88,13 @@ def cluster(devices: int) -> ClusterSpec:
     """CPU processes, four to a node, with slow links."""
     local = ClusterSpec.local(devices)
     group = msgspec.structs.replace(
-        local.groups[0], nodes=max(1, devices // NODE), devices_per_node=min(NODE, devices),
-        in_node=Link(bytes_per_s=5e8, latency_s=5e-5), between_nodes=Link(bytes_per_s=2.5e8, latency_s=1e-4),
+        local.groups[0],
+        nodes=max(1, devices // NODE),
+        devices_per_node=min(NODE, devices),
+        in_node=Link(bytes_per_s=5e8, latency_s=5e-5),
+        between_nodes=Link(bytes_per_s=2.5e8, latency_s=1e-4),
         host=Link(bytes_per_s=2.5e8, latency_s=1e-5),
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(local, groups=(group,))
 
 
@@ -99,9 +102,18 @@ def cluster(devices: int) -> ClusterSpec:
 def program() -> Program:
     """GPT-2, small."""
     config = GPT2Config(
-        n_layer=6, n_embd=128, n_head=4, vocab_size=512, n_positions=SEQ, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False,
-    )  # fmt: skip
+        n_layer=6,
+        n_embd=128,
+        n_head=4,
+        vocab_size=512,
+        n_positions=SEQ,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
     return capture(GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids})
 
@@ -140,10 +152,16 @@ def timed(plan: Plan) -> Row:
             raise RuntimeError(f"a rank ended with code {code}")
         row: Row = json.loads(found.read_text())
     return {
-        "mesh": "x".join(map(str, plan.stages[0].mesh.shape)), "stages": len(plan.stages), "step_ms": 1e3 * simulated,
-        "predicted_s": scale * simulated, "error_percent": 100 * (scale * simulated / row["measured_s"] - 1),
-        "scale": scale, "flights": flights, "load": max(before, os.getloadavg()[0]), **row,
-    }  # fmt: skip
+        "mesh": "x".join(map(str, plan.stages[0].mesh.shape)),
+        "stages": len(plan.stages),
+        "step_ms": 1e3 * simulated,
+        "predicted_s": scale * simulated,
+        "error_percent": 100 * (scale * simulated / row["measured_s"] - 1),
+        "scale": scale,
+        "flights": flights,
+        "load": max(before, os.getloadavg()[0]),
+        **row,
+    }
 
 
 def num_flights(program: RankProgram) -> int:
@@ -158,9 +176,11 @@ def summary(rows: Sequence[Row]) -> Row:
     errors = [abs(row["error_percent"]) for row in rows]
     measured = [row["measured_s"] / row["scale"] for row in rows]
     return {
-        "plans": len(rows), "error_percent": statistics.median(errors), "worst_percent": max(errors),
+        "plans": len(rows),
+        "error_percent": statistics.median(errors),
+        "worst_percent": max(errors),
         "spearman": spearman([row["step_ms"] for row in rows], measured) if len(rows) > 2 else None,
-    }  # fmt: skip
+    }
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:

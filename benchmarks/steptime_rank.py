@@ -61,9 +61,7 @@ def measure(plan: pp.Plan, scale: float, rounds: int, rank: int) -> dict[str, ob
     transport = DistributedTransport(*(holding.mesh for holding in holdings(data)))
     lanes = (dist.new_group(), dist.new_group())
     meeting = GlooMeeting(transport, lanes)
-    mine = SleepingRank(
-        data, plan.programs, plan.simulate(), rank, meeting, scale=scale, groups=transport.groups
-    )  # fmt: skip
+    mine = SleepingRank(data, plan.programs, plan.simulate(), rank, meeting, scale=scale, groups=transport.groups)
     by_clock, measured = [], []
     for _ in range(1 + rounds):
         mine.ready()
@@ -73,9 +71,10 @@ def measure(plan: pp.Plan, scale: float, rounds: int, rank: int) -> dict[str, ob
         measured.append(largest(time.monotonic()) - begin)
         by_clock.append(largest(end) - begin)
     return {
-        "measured_s": statistics.median(measured[1:]), "clock_s": statistics.median(by_clock[1:]),
+        "measured_s": statistics.median(measured[1:]),
+        "clock_s": statistics.median(by_clock[1:]),
         "all_measured_s": measured[1:],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -32,9 +32,12 @@ ALL = "all"
 
 
 def main(
-    name: str, cases: Mapping[str, Case], columns: Sequence[str], argv: Sequence[str] | None = None,
+    name: str,
+    cases: Mapping[str, Case],
+    columns: Sequence[str],
+    argv: Sequence[str] | None = None,
     summary: Summary | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Run a benchmark's cases in order; show each one's rows when it is done, and keep them as one JSON list.
 
     Args:

@@ -101,10 +101,18 @@ def try_model(name: str) -> Row:
             worst, equal = worst.widened(seen), equal + seen.equal
             failures += [f"{which}: {seen.fault()}"] if seen.fault() else []
     return {
-        "plans": count, "worst_loss": worst.loss, "worst_grad": worst.grad, "worst_param": worst.param,
-        "eager": eager_error(of), "entries_equal": f"{equal}/{count}", "peak_ratio_min": worst.least_ratio,
-        "peak_ratio_max": worst.most_ratio, "pinned_out": out, "replicated": replicated(of), "failures": failures,
-    }  # fmt: skip
+        "plans": count,
+        "worst_loss": worst.loss,
+        "worst_grad": worst.grad,
+        "worst_param": worst.param,
+        "eager": eager_error(of),
+        "entries_equal": f"{equal}/{count}",
+        "peak_ratio_min": worst.least_ratio,
+        "peak_ratio_max": worst.most_ratio,
+        "pinned_out": out,
+        "replicated": replicated(of),
+        "failures": failures,
+    }
 
 
 CASES: dict[str, Callable[[], Row]] = {name: partial(try_model, name) for name in UNSEEN}

@@ -142,9 +142,13 @@ def plans_of(program: Program, random: int = 2, pins: Mapping[str, Mapping[str, 
 
 
 def assert_trains_as_eager(
-    model: nn.Module, batch: dict[str, Tensor], loss_fn: LossFn | None = None, steps: int = 3,
-    without: tuple[str, ...] = (), tolerance: float = 1e-9,
-) -> Program:  # fmt: skip
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    loss_fn: LossFn | None = None,
+    steps: int = 3,
+    without: tuple[str, ...] = (),
+    tolerance: float = 1e-9,
+) -> Program:
     """Captured in float64 and run under the plans of `plans_of`, a model does what it does in eager.
 
     Args:

@@ -135,9 +135,18 @@ def _vectors(classes: int = 0) -> dict[str, Tensor]:
 def _gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=48, n_positions=16, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1,
-        bos_token_id=None, eos_token_id=None, use_cache=False,
-    )  # fmt: skip
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        vocab_size=48,
+        n_positions=16,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 

@@ -183,12 +183,13 @@ def test_a_plan_file_of_deep_nesting_is_no_plan(tmp_path: Path) -> None:
         ({"example_inputs": {"x": BATCH["x"]}}, CaptureError, r"forward of Net takes 'y'.*they are 'x'"),
         ({"example_inputs": BATCH["x"]}, CaptureError, r"forward of Net takes 'y'.*they are 'x'"),
         (
-            {"example_inputs": {name: x[:0] for name, x in BATCH.items()}}, CaptureError,
+            {"example_inputs": {name: x[:0] for name, x in BATCH.items()}},
+            CaptureError,
             r"input 'x' has no rows: its shape is \(0, 4\)",
         ),
         ({"dp": True}, ConstraintError, "dp=True: give a whole number"),
     ],
-)  # fmt: skip
+)
 def test_what_is_planned_is_checked_first(changed: dict[str, Any], fault: type[Exception], said: str) -> None:
     given: dict[str, Any] = {"model": Net(), "cluster": "local:1", "example_inputs": BATCH, **changed}
     with pytest.raises(fault, match=said):

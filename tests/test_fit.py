@@ -143,10 +143,13 @@ def test_gradients_accumulate_and_losses_are_scaled() -> None:
     for step in range(3):
         (trained(**batch(step))["loss"] / 3).backward()
         (twin(**batch(step))["loss"] / 3).backward()
-    assert relative_error(
-        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
-        {n: p.grad for n, p in twin.named_parameters()},
-    ) <= 1e-9  # fmt: skip
+    assert (
+        relative_error(
+            {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+            {n: p.grad for n, p in twin.named_parameters()},
+        )
+        <= 1e-9
+    )
 
 
 def test_microbatches_keep_the_numbers() -> None:
@@ -190,10 +193,13 @@ def test_a_loss_of_one_s_own() -> None:
     trained = paraplan.fit(model, given, memory="1GiB", loss_fn=loss_fn)
     trained(**given).backward()
     loss_fn(twin(**given), given).backward()
-    assert relative_error(
-        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
-        {n: p.grad for n, p in twin.named_parameters()},
-    ) <= 1e-9  # fmt: skip
+    assert (
+        relative_error(
+            {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+            {n: p.grad for n, p in twin.named_parameters()},
+        )
+        <= 1e-9
+    )
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -352,7 +358,10 @@ def test_offloading_keeps_the_numbers() -> None:
     for step in range(2):
         for module in (trained, roomy):
             module(**batch(step))["loss"].backward()
-    assert relative_error(
-        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
-        {n: p.grad for n, p in kept.named_parameters()},
-    ) <= 1e-12  # fmt: skip
+    assert (
+        relative_error(
+            {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+            {n: p.grad for n, p in kept.named_parameters()},
+        )
+        <= 1e-12
+    )

@@ -376,10 +376,17 @@ class Options(nn.Module):
 @pytest.mark.parametrize(
     ("captured", "same", "other"),
     [
-        (1, 1, 1.0), (1, 1, True), (0.0, 0.0, -0.0), (float("nan"), float("nan"), 1.0), ((4,), torch.Size([4]), [4]),
-        ({"a": [1, 2.0]}, {"a": [1, 2.0]}, {"a": [1, 2]}), (1j, 1j, 1.0), ("a", "a", "b"), (None, None, 0),
+        (1, 1, 1.0),
+        (1, 1, True),
+        (0.0, 0.0, -0.0),
+        (float("nan"), float("nan"), 1.0),
+        ((4,), torch.Size([4]), [4]),
+        ({"a": [1, 2.0]}, {"a": [1, 2.0]}, {"a": [1, 2]}),
+        (1j, 1j, 1.0),
+        ("a", "a", "b"),
+        (None, None, 0),
     ],
-)  # fmt: skip
+)
 def test_arguments_are_compared_by_type_and_value(captured: Any, same: Any, other: Any) -> None:
     x = torch.randn(8, 4)
     fitted = paraplan.fit(Options(), {"x": x, "option": captured}, memory="1GiB", time_limit_s=1.0)

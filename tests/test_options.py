@@ -149,10 +149,12 @@ def test_values_are_converted_and_checked_by_their_fields() -> None:
     assert keywords_of(given) == {"mesh": (2, 4), "memory": 1 << 30, "delayed_update": 40}
     assert msgspec.structs.replace(given, stages=[[0, 2], [2, 4]]).stages == ((0, 2), (2, 4))
     for pins, message in (
-        ({"tp": "2"}, "tp='2': give a whole number, not a str"), ({"stages": [(0, 1, 2)]}, "give the segments"),
-        ({"pp": 0}, "pp=0: must be at least 1"), ({"memory": 0}, "memory=0: must be more than 0 bytes"),
+        ({"tp": "2"}, "tp='2': give a whole number, not a str"),
+        ({"stages": [(0, 1, 2)]}, "give the segments"),
+        ({"pp": 0}, "pp=0: must be at least 1"),
+        ({"memory": 0}, "memory=0: must be more than 0 bytes"),
         ({"offload": "tape"}, "offload=tape: one of none, host, disk"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConstraintError, match=message):
             check_constraints(from_keywords(Constraints, pins), 4)
 

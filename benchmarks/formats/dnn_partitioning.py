@@ -77,9 +77,13 @@ def read(path: Path, name: str | None = None) -> DeviceInstance:
             key = ("own", node["id"]) if colour is None else ("class", colour)
             group = classes.setdefault(key, len(classes))
             nodes[int(node["id"])] = GraphNode(
-                bool(node["supportedOnFpga"]), float(node["cpuLatency"]), float(node["fpgaLatency"]),
-                bool(node.get("isBackwardNode", False)), group, float(node.get("size", 0.0)),
-            )  # fmt: skip
+                bool(node["supportedOnFpga"]),
+                float(node["cpuLatency"]),
+                float(node["fpgaLatency"]),
+                bool(node.get("isBackwardNode", False)),
+                group,
+                float(node.get("size", 0.0)),
+            )
         send_ms: dict[int, float] = {}
         edges = {}
         for edge in data["edges"]:
@@ -109,9 +113,15 @@ def problem_of(instance: DeviceInstance) -> LoadProblem:
         touched[source] |= {instance.nodes[source].group, instance.nodes[target].group}
     nets = tuple(Net(tuple(sorted(groups)), instance.send_ms[source]) for source, groups in touched.items())
     return LoadProblem(
-        times, cpu, sizes, nets, tuple(forward_edges(instance)),
-        instance.accelerators, instance.cpus, instance.max_size_bytes,
-    )  # fmt: skip
+        times,
+        cpu,
+        sizes,
+        nets,
+        tuple(forward_edges(instance)),
+        instance.accelerators,
+        instance.cpus,
+        instance.max_size_bytes,
+    )
 
 
 def forward_edges(instance: DeviceInstance) -> list[tuple[int, int]]:

@@ -118,9 +118,10 @@ def _without_inputs(profile: Profile) -> Profile:
     reads = profile.inputs()
     inputs = {name for name, op in profile.ops.items() if op.description.startswith("Input") and not reads[name]}
     unread = {
-        name for name, op in profile.ops.items()
+        name
+        for name, op in profile.ops.items()
         if op.description.startswith("__getitem__") and not profile.readers[name]
-    }  # fmt: skip
+    }
     ops = {name: op for name, op in profile.ops.items() if name not in inputs | unread}
     readers = {name: tuple(reader for reader in profile.readers[name] if reader in ops) for name in ops}
     return replace(profile, ops=ops, readers=readers)
@@ -189,11 +190,12 @@ def _sent_with(profile: Profile) -> dict[str, set[str]]:
     ancestors = _ancestors(profile)
     return {
         name: {
-            before for before in ancestors[name]
+            before
+            for before in ancestors[name]
             if any(reader != name and reader not in ancestors[name] for reader in profile.readers[before])
         }
         for name in profile.ops
-    }  # fmt: skip
+    }
 
 
 def states_of(profile: Profile, sets: Sequence[frozenset[str]]) -> States:

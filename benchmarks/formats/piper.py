@@ -72,9 +72,14 @@ def read(path: Path) -> PiperInstance:
             ends = int(edge["sourceId"]), int(edge["destId"])
             edges[ends] = edges.get(ends, 0.0) + float(edge["communicationCost"])
         instance = PiperInstance(
-            path.stem, nodes, tuple((*ends, cost) for ends, cost in edges.items()), int(data["maxDevices"]),
-            float(data["maxMemoryPerDevice"]), float(data["bandwidth"]), int(data["mbsInBatch"]),
-        )  # fmt: skip
+            path.stem,
+            nodes,
+            tuple((*ends, cost) for ends, cost in edges.items()),
+            int(data["maxDevices"]),
+            float(data["maxMemoryPerDevice"]),
+            float(data["bandwidth"]),
+            int(data["mbsInBatch"]),
+        )
         if len(nodes) < len(data["nodes"]):
             raise ValueError("two nodes have one id")
         problem_of(instance)
@@ -99,9 +104,14 @@ def problem_of(instance: PiperInstance) -> HybridProblem:
     if not degrees:
         raise ValueError("no node has a variant")
     return HybridProblem(
-        len(number), edges, tuple(_degree(instance, edges, degree) for degree in degrees), instance.devices,
-        instance.memory_bytes, instance.bytes_per_s, instance.microbatches,
-    )  # fmt: skip
+        len(number),
+        edges,
+        tuple(_degree(instance, edges, degree) for degree in degrees),
+        instance.devices,
+        instance.memory_bytes,
+        instance.bytes_per_s,
+        instance.microbatches,
+    )
 
 
 def _degree(instance: PiperInstance, edges: Sequence[tuple[int, int]], degree: int) -> TensorDegree:
@@ -121,9 +131,14 @@ def _degree(instance: PiperInstance, edges: Sequence[tuple[int, int]], degree: i
         return found
 
     return TensorDegree(
-        degree, table("timePerSample", math.inf), table("parameterSize", 0.0), table("memoryUsageA", 0.0),
-        table("memoryUsageB", 0.0), moved("syncTimeFw", 1), moved("syncTimeBw", 0),
-    )  # fmt: skip
+        degree,
+        table("timePerSample", math.inf),
+        table("parameterSize", 0.0),
+        table("memoryUsageA", 0.0),
+        table("memoryUsageB", 0.0),
+        moved("syncTimeFw", 1),
+        moved("syncTimeBw", 0),
+    )
 
 
 def rescored(instance: PiperInstance, stages: Sequence[HybridStage]) -> float:

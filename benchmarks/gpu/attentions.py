@@ -107,8 +107,10 @@ def _resolved(place: Place, target: str, kernel: str, args: tuple[Any, ...]) -> 
 
 
 def _wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.cpu().double() if isinstance(x, Tensor) and x.is_floating_point() else
-                 x.cpu() if isinstance(x, Tensor) else x for x in args)  # fmt: skip
+    return tuple(
+        x.cpu().double() if isinstance(x, Tensor) and x.is_floating_point() else x.cpu() if isinstance(x, Tensor) else x
+        for x in args
+    )
 
 
 def parity(place: Place, kernel: str, name: str) -> Row:
@@ -168,8 +170,9 @@ def speed(place: Place, kernel: str, name: str) -> Row:
             added = masked.masked_fill(future, float("-inf"))
         else:
             added = masked
-        made = F.scaled_dot_product_attention(*leaves, attn_mask=added, is_causal=given.causal and mask is None,
-                                              enable_gqa=given.groups < 16)  # fmt: skip
+        made = F.scaled_dot_product_attention(
+            *leaves, attn_mask=added, is_causal=given.causal and mask is None, enable_gqa=given.groups < 16
+        )
         made.backward(grad)
 
     def ours() -> None:
@@ -186,8 +189,11 @@ def _each(place: Place, make: Callable[..., Row], names: tuple[str, ...]) -> dic
     for name in names:
         forward = _calls(Place("cpu", True), GIVEN[name], 32).forward
         takes = [each.name for each in fitting("cuda", FORWARD, _call(forward))]
-        found |= {f"attention {each}, {name}": partial(make, place, each, name) for each in KERNELS
-                  if each in takes and _runs(place, each)}  # fmt: skip
+        found |= {
+            f"attention {each}, {name}": partial(make, place, each, name)
+            for each in KERNELS
+            if each in takes and _runs(place, each)
+        }
     return found
 
 

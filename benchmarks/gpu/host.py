@@ -47,8 +47,12 @@ def per_instruction(place: Place) -> Row:
     step = _steps_of(plan, model, batch)
     count = sum(len(plan.programs[0].blocks[each.block].instrs) for each in plan.programs[0].steps if each.block)
     ours, theirs = median_ms(step, place, 30), eager_ms(model, batch, place, "fp32")
-    return {"ms": ours, "reference_ms": theirs, "note": f"{count} instructions, {1e3 * ours / count:.1f} us each",
-            "failures": []}  # fmt: skip
+    return {
+        "ms": ours,
+        "reference_ms": theirs,
+        "note": f"{count} instructions, {1e3 * ours / count:.1f} us each",
+        "failures": [],
+    }
 
 
 def _ours(place: Place, target: str, kernel: str) -> Callable[..., Any]:
@@ -97,8 +101,16 @@ def profiled(place: Place) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         done = profile_program(program, path, device=place.device, ways=1)
-        plan = pp.compile(model, place.cluster(), example_inputs=batch, precision=precision, mesh=(1,),
-                          microbatches=1, profile=path, profile_any=True)  # fmt: skip
+        plan = pp.compile(
+            model,
+            place.cluster(),
+            example_inputs=batch,
+            precision=precision,
+            mesh=(1,),
+            microbatches=1,
+            profile=path,
+            profile_any=True,
+        )
     step = _steps_of(plan, model, batch)
     took, said = median_ms(step, place, 20), 1e3 * plan.prediction.step_s
     failures = [f"{op}: {why}" for op, why in done.failed.items()]

@@ -78,8 +78,11 @@ def copies(place: Place, where: str) -> Row:
     with held_up(place):
         found = _steps(away, model, batch)
     error = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
-    return {"error": error, "note": f"tiers {away.prediction.tier_peak_bytes}",
-            "failures": [] if error < 1e-5 else [f"losses {found}, on the device {wanted}"]}  # fmt: skip
+    return {
+        "error": error,
+        "note": f"tiers {away.prediction.tier_peak_bytes}",
+        "failures": [] if error < 1e-5 else [f"losses {found}, on the device {wanted}"],
+    }
 
 
 SHARES = (1.0, 0.97, 0.94)
@@ -120,11 +123,14 @@ def limited(place: Place, share: float) -> Row:
     said = fitted.plan.prediction
     error = max(abs(float(a) - b) / abs(b) for a, b in zip(losses, wanted, strict=False))
     return {
-        "error": error, "ms": took, "predicted_ms": 1e3 * said.step_s, "time_ratio": ratio(took, 1e3 * said.step_s),
+        "error": error,
+        "ms": took,
+        "predicted_ms": 1e3 * said.step_s,
+        "time_ratio": ratio(took, 1e3 * said.step_s),
         "peak_ratio": ratio(room.peak_bytes, said.peak_bytes[0]),
         "reserved_ratio": ratio(room.reserved_bytes, max(said.reserved_bytes, default=0)),
         "failures": [] if error < 1e-3 else [f"losses differ from eager's by {error:.1e}"],
-    }  # fmt: skip
+    }
 
 
 def cases(place: Place) -> dict[str, dict[str, Case]]:

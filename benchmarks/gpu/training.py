@@ -34,9 +34,15 @@ STEPS = 3
 
 
 def text(
-    kind: str, place: Place, layers: int, width: int, heads: int, tokens: tuple[int, int], p: float,
+    kind: str,
+    place: Place,
+    layers: int,
+    width: int,
+    heads: int,
+    tokens: tuple[int, int],
+    p: float,
     few: tuple[int, int] = (2, 16),
-) -> tuple[nn.Module, Batch]:  # fmt: skip
+) -> tuple[nn.Module, Batch]:
     """A language model of these sizes, or small ones and `few` tokens; p of every dropout."""
     if place.small:
         layers, width, heads, tokens = 2, 32, 4, few
@@ -56,9 +62,16 @@ def _experts(place: Place) -> Any:
 
     width = 32 if place.small else 512
     config = AutoConfig.for_model(
-        "mixtral", num_hidden_layers=2, hidden_size=width, intermediate_size=2 * width, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=512, num_local_experts=4, use_cache=False,
-    )  # fmt: skip
+        "mixtral",
+        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        num_local_experts=4,
+        use_cache=False,
+    )
     ids = torch.randint(0, 512, (2, 16 if place.small else 512))
     return AutoModelForCausalLM.from_config(config), {"input_ids": ids, "labels": ids}
 
@@ -68,11 +81,17 @@ def _vision(place: Place, large: bool = False) -> Any:
 
     width, layers = (32, 2) if place.small else (1024, 24) if large else (768, 12)
     config = AutoConfig.for_model(
-        "vit", num_hidden_layers=layers, hidden_size=width, intermediate_size=4 * width,
+        "vit",
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=4 * width,
         num_attention_heads=max(2, width // 64),
-        image_size=32 if place.small else 224, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        num_labels=10, problem_type="single_label_classification",
-    )  # fmt: skip
+        image_size=32 if place.small else 224,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=10,
+        problem_type="single_label_classification",
+    )
     size, count = (32, 2) if place.small else (224, 32)
     pixels, labels = torch.randn(count, 3, size, size), torch.randint(0, 10, (count,))
     return AutoModelForImageClassification.from_config(config), {"pixel_values": pixels, "labels": labels}
@@ -80,9 +99,7 @@ def _vision(place: Place, large: bool = False) -> Any:
 
 def _unet(place: Place) -> Any:
     width, count, size = (8, 2, 16) if place.small else (64, 8, 256)
-    return UNet(width, groups=4), {
-        **images(count, size, 2), "labels": torch.randint(0, 2, (count, size, size))
-    }  # fmt: skip
+    return UNet(width, groups=4), {**images(count, size, 2), "labels": torch.randint(0, 2, (count, size, size))}
 
 
 def _resnet(place: Place) -> Any:
@@ -167,8 +184,9 @@ def trained(place: Place, make: Make, precision: str = "bf16", deterministic: bo
     wanted = eager_losses(model, batch, place, RATE)
     planned: Mapping[str, Any] = options.pop("plan", {})
     graphs = options.pop("graphs", False)
-    plan = pp.compile(model, place.cluster(), example_inputs=batch, precision=precision, mesh=(1,), microbatches=1,
-                      **planned)  # fmt: skip
+    plan = pp.compile(
+        model, place.cluster(), example_inputs=batch, precision=precision, mesh=(1,), microbatches=1, **planned
+    )
     others, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if place.is_cuda else (0, 0)
     trainer = plan.executable(copy.deepcopy(model), **options)
     if graphs:
@@ -201,11 +219,15 @@ def trained(place: Place, make: Make, precision: str = "bf16", deterministic: bo
         failures.append(f"no step was replayed: {trainer.replayed.reason}")  # type: ignore[union-attr]
     said = plan.prediction
     row: Row = {
-        "error": error, "ms": ours, "predicted_ms": 1e3 * said.step_s, "time_ratio": ratio(ours, 1e3 * said.step_s),
+        "error": error,
+        "ms": ours,
+        "predicted_ms": 1e3 * said.step_s,
+        "time_ratio": ratio(ours, 1e3 * said.step_s),
         "reference_ms": eager_ms(model, batch, place, precision),
         "peak_ratio": ratio(room.peak_bytes, max(said.peak_bytes)),
-        "reserved_ratio": ratio(room.reserved_bytes, max(said.reserved_bytes, default=0)), "failures": failures,
-    }  # fmt: skip
+        "reserved_ratio": ratio(room.reserved_bytes, max(said.reserved_bytes, default=0)),
+        "failures": failures,
+    }
     if graphs:  # what lies in the pool counts as allocated only while it is captured
         held = graphs_bytes(plan.programs[0]).peak
         row |= {"peak_ratio": None, "reserved_ratio": ratio(room.reserved_bytes, held)}
@@ -248,8 +270,10 @@ def _resumed(place: Place) -> Row:
         second = start()
         second[0].resume(Path(folder) / "checkpoint", second[1])
         found = steps(*second)
-    return {"error": max(abs(a - b) for a, b in zip(found, wanted, strict=True)),
-            "failures": [] if found == wanted else [f"losses {found}, without a checkpoint {wanted}"]}  # fmt: skip
+    return {
+        "error": max(abs(a - b) for a, b in zip(found, wanted, strict=True)),
+        "failures": [] if found == wanted else [f"losses {found}, without a checkpoint {wanted}"],
+    }
 
 
 def flash_alone(place: Place) -> AbstractContextManager[Any]:

@@ -176,18 +176,22 @@ def row(name: str, knob: float) -> Row:
     theirs = evaluate(problem, freeing(problem, order))
     keep = evaluate(problem, freeing(problem, tuple(range(len(problem.ops))))).peak_bytes
     found: Row = {
-        "ops": len(problem.ops), "knob": knob, "keep_mb": keep / 1e6, "peak_mb": theirs.peak_bytes / 1e6,
+        "ops": len(problem.ops),
+        "knob": knob,
+        "keep_mb": keep / 1e6,
+        "peak_mb": theirs.peak_bytes / 1e6,
         "torch_gf": theirs.recomputed_s,
-    }  # fmt: skip
+    }
     try:
         ours = plan_memory(problem, theirs.peak_bytes, MemoryLimits(time_s=TIME_S))
     except SolverLimitError:
         return found
     assert ours.bound_s is not None
     return found | {
-        "ours_gf": ours.evaluation.recomputed_s, "bound_gf": ours.bound_s - problem.compute_s,
+        "ours_gf": ours.evaluation.recomputed_s,
+        "bound_gf": ours.bound_s - problem.compute_s,
         "ours_mb": ours.evaluation.peak_bytes / 1e6,
-    }  # fmt: skip
+    }
 
 
 CASES = {f"{name} {knob:g}": partial(row, name, knob) for name in MODELS for knob in KNOBS}

@@ -16,9 +16,11 @@ from paraplan.capture.precision import default_dtype
 
 LR, MOMENTUM = 0.05, 0.9
 _LIFTED = {
-    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
-}  # fmt: skip
+}
 
 
 class Lifted(TorchDispatchMode):

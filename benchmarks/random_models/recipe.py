@@ -152,9 +152,12 @@ def draw(seed: int) -> Recipe:
     extras = [(rng.choice(sorted(library()["extra"])), rng.randrange(1 << 30))] if rng.random() < 0.15 else []
     plain = rng.random() < 0.6
     sizes = {
-        "B": rng.choice((4, 4, 8)), "T": rng.choice((4, 6, 8)), "D": rng.choice((4, 8, 8)), "S": rng.choice((4, 6)),
+        "B": rng.choice((4, 4, 8)),
+        "T": rng.choice((4, 6, 8)),
+        "D": rng.choice((4, 8, 8)),
+        "S": rng.choice((4, 6)),
         "V": rng.choice((7, 8, 12)),
-    }  # fmt: skip
+    }
     combine = rng.choice(("sum", "weighted")) if plain else rng.choice(list(COMBINATIONS))
     return Recipe(
         seed, first, rng.randrange(2), tuple(pieces), tuple(losses), tuple(extras), combine, rng.choice(OUTPUTS), sizes

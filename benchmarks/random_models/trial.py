@@ -75,8 +75,14 @@ def is_steady(built: Built) -> bool:
     """Whether rounding stays rounding: no overflow, no tie that a last bit decides."""
     one, other = trained_eagerly(built), trained_eagerly(built, 1e-14)
     far = max(map(relative, other.losses, one.losses))
-    far = max(far, *(_error(mine, theirs) for part in ("grads", "params", "buffers")
-                     for mine, theirs in zip(getattr(other, part), getattr(one, part), strict=True)))  # fmt: skip
+    far = max(
+        far,
+        *(
+            _error(mine, theirs)
+            for part in ("grads", "params", "buffers")
+            for mine, theirs in zip(getattr(other, part), getattr(one, part), strict=True)
+        ),
+    )
     return far < TOLERANCE / 3 and all(abs(loss) < 1e4 for loss in one.losses)
 
 

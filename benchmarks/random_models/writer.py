@@ -161,9 +161,14 @@ def _parsed(text: str) -> Piece:
     body, _, helper = rest.partition("\n++\n")
     init, _, forward = ("\n" + body).rpartition("\n--\n")
     return Piece(
-        name.strip(), tuple(before.split()), after.strip(), "random" in " ".join(flags), tuple(_lines(init)),
-        tuple(_lines(forward)), helper.strip("\n"),
-    )  # fmt: skip
+        name.strip(),
+        tuple(before.split()),
+        after.strip(),
+        "random" in " ".join(flags),
+        tuple(_lines(init)),
+        tuple(_lines(forward)),
+        helper.strip("\n"),
+    )
 
 
 def _lines(text: str) -> Iterator[str]:

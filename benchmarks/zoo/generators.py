@@ -26,9 +26,15 @@ class Generator(nn.Module):
         super().__init__()
         self.start = nn.Linear(LATENT, WIDTH * 4)
         self.body = nn.Sequential(
-            nn.BatchNorm2d(WIDTH), nn.ReLU(True), nn.ConvTranspose2d(WIDTH, WIDTH, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(WIDTH), nn.ReLU(True), nn.Dropout(dropout), nn.ConvTranspose2d(WIDTH, 3, 4, 2, 1), nn.Tanh(),
-        )  # fmt: skip
+            nn.BatchNorm2d(WIDTH),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(WIDTH, WIDTH, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(WIDTH),
+            nn.ReLU(True),
+            nn.Dropout(dropout),
+            nn.ConvTranspose2d(WIDTH, 3, 4, 2, 1),
+            nn.Tanh(),
+        )
         self.critic = nn.Sequential(nn.Conv2d(3, WIDTH, 4, 2, 1), nn.LeakyReLU(0.2, True), nn.Conv2d(WIDTH, 1, 4))
         self.critic.requires_grad_(False)
 
@@ -50,10 +56,14 @@ class Critic(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            parametrizations.spectral_norm(nn.Conv2d(3, WIDTH, 3, 2, 1)), nn.LeakyReLU(0.1, inplace=True),
-            nn.Dropout2d(dropout), parametrizations.spectral_norm(nn.Conv2d(WIDTH, WIDTH, 3, 2, 1)),
-            nn.LeakyReLU(0.1, inplace=True), nn.Flatten(), parametrizations.spectral_norm(nn.Linear(WIDTH * 4, 1)),
-        )  # fmt: skip
+            parametrizations.spectral_norm(nn.Conv2d(3, WIDTH, 3, 2, 1)),
+            nn.LeakyReLU(0.1, inplace=True),
+            nn.Dropout2d(dropout),
+            parametrizations.spectral_norm(nn.Conv2d(WIDTH, WIDTH, 3, 2, 1)),
+            nn.LeakyReLU(0.1, inplace=True),
+            nn.Flatten(),
+            parametrizations.spectral_norm(nn.Linear(WIDTH * 4, 1)),
+        )
 
     def forward(self, real: Tensor, made_up: Tensor) -> Tensor:
         """Hinge loss."""
@@ -76,9 +86,11 @@ class Autoencoder(nn.Module):
         self.mean, self.log_var = nn.Linear(WIDTH * 4, LATENT), nn.Linear(WIDTH * 4, LATENT)
         self.back = nn.Linear(LATENT, WIDTH * 4)
         self.up = nn.Sequential(
-            nn.ConvTranspose2d(WIDTH, WIDTH, 3, 2, 1, output_padding=1), nn.SiLU(),
-            nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(WIDTH, 3, 3, padding=1),
-        )  # fmt: skip
+            nn.ConvTranspose2d(WIDTH, WIDTH, 3, 2, 1, output_padding=1),
+            nn.SiLU(),
+            nn.Upsample(scale_factor=2, mode="nearest"),
+            nn.Conv2d(WIDTH, 3, 3, padding=1),
+        )
 
     def forward(self, pixels: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Reconstruction and divergence."""
@@ -126,11 +138,20 @@ class Norms(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, WIDTH, 3, padding=1), nn.GroupNorm(2, WIDTH), nn.PReLU(WIDTH),
-            nn.Conv2d(WIDTH, WIDTH, 3, padding=2, dilation=2, groups=WIDTH), nn.InstanceNorm2d(WIDTH, affine=True),
-            nn.Hardswish(), nn.Conv2d(WIDTH, WIDTH, 1, groups=2), nn.LayerNorm([WIDTH, SIZE, SIZE]), nn.ELU(),
-            nn.Dropout2d(dropout), nn.AvgPool2d(2), nn.LocalResponseNorm(3), nn.Mish(),
-        )  # fmt: skip
+            nn.Conv2d(3, WIDTH, 3, padding=1),
+            nn.GroupNorm(2, WIDTH),
+            nn.PReLU(WIDTH),
+            nn.Conv2d(WIDTH, WIDTH, 3, padding=2, dilation=2, groups=WIDTH),
+            nn.InstanceNorm2d(WIDTH, affine=True),
+            nn.Hardswish(),
+            nn.Conv2d(WIDTH, WIDTH, 1, groups=2),
+            nn.LayerNorm([WIDTH, SIZE, SIZE]),
+            nn.ELU(),
+            nn.Dropout2d(dropout),
+            nn.AvgPool2d(2),
+            nn.LocalResponseNorm(3),
+            nn.Mish(),
+        )
         self.volume = nn.Conv3d(1, 2, (3, 1, 1), padding=(1, 0, 0))
         self.line = parametrizations.weight_norm(nn.Conv1d(2 * WIDTH, WIDTH, 3, padding=1, padding_mode="reflect"))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Bilinear(WIDTH, WIDTH, 1)

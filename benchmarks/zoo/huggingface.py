@@ -28,10 +28,19 @@ SIZES: dict[str, Any] = {
 """Given to every type that has the setting, unless `MODELS` says otherwise."""
 
 MLA = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16, "n_shared_experts": 1, "topk_group": 1,
-}  # fmt: skip
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "topk_group": 1,
+}
 MIXTURE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -57,13 +66,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rwkv": {},
     "swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 2},
     "segformer": {
-        "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3],
-        "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16,
+        "num_encoder_blocks": 2,
+        "depths": [1, 1],
+        "sr_ratios": [2, 1],
+        "hidden_sizes": [8, 16],
+        "patch_sizes": [3, 3],
+        "strides": [2, 2],
+        "num_attention_heads": [1, 2],
+        "mlp_ratios": [2, 2],
+        "decoder_hidden_size": 16,
     },
     "siglip": {"text_config": TEXT, "vision_config": {**TOWER, "image_size": 16, "patch_size": 4}},
     "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 32},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
-}  # fmt: skip
+}
 
 
 def settings_of(model_type: str, chosen: dict[str, Any], dropout: float) -> dict[str, Any]:
@@ -74,9 +90,10 @@ def settings_of(model_type: str, chosen: dict[str, Any], dropout: float) -> dict
     known = kind().to_dict()
     renamed: dict[str, str] = getattr(kind, "attribute_map", {})
     sizes = {
-        key: value for key, value in SIZES.items()
+        key: value
+        for key, value in SIZES.items()
         if (key in known or key in renamed) and renamed.get(key, key) not in chosen
-    }  # fmt: skip
+    }
     dropped = {key: dropout for key, value in known.items() if "drop" in key and isinstance(value, float)}
     return {**sizes, **dropped, **chosen}
 

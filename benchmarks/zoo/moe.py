@@ -12,10 +12,18 @@ from examples.models import switch
 
 VOCABULARY = 96
 _BASE = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "output_router_logits": True,
-    "router_aux_loss_coef": 0.1, "num_experts_per_tok": 2, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+}
 HF: dict[str, dict[str, object]] = {
     "mixtral": {**_BASE, "num_local_experts": 4},
     "qwen3_moe": {

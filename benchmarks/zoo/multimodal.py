@@ -37,8 +37,15 @@ def clip(dropout: float, batch: int = 4) -> Small:
 
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(1)
-    text = {**_TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 8, "attention_dropout": dropout,
-            "bos_token_id": 61, "eos_token_id": 62, "pad_token_id": 63}  # fmt: skip
+    text = {
+        **_TOWER,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8,
+        "attention_dropout": dropout,
+        "bos_token_id": 61,
+        "eos_token_id": 62,
+        "pad_token_id": 63,
+    }
     vision = {**_TOWER, "image_size": 8, "patch_size": 4, "attention_dropout": dropout}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).double().train()
     tokens = torch.randint(0, 60, (batch, 8), generator=draw)

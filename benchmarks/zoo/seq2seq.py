@@ -12,11 +12,18 @@ from benchmarks.zoo.small import Small
 VOCABULARY = 96
 HF = {
     "t5": {
-        "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1,
-        "num_decoder_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8,
-        "relative_attention_max_distance": 16, "decoder_start_token_id": 0,
-    },
-}  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 1,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 16,
+        "decoder_start_token_id": 0,
+    }
+}
 DROPOUTS = {"t5": ("dropout_rate",)}
 
 

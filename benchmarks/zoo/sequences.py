@@ -156,9 +156,10 @@ class Recogniser(nn.Module):
 def recogniser(dropout: float) -> Small:
     """Eight frames, up to three letters."""
     inputs = {
-        "frames": lambda: torch.randn(BATCH, 4, 8), "letters": lambda: torch.randint(1, TAGS, (BATCH, 3)),
+        "frames": lambda: torch.randn(BATCH, 4, 8),
+        "letters": lambda: torch.randint(1, TAGS, (BATCH, 3)),
         "lengths": lambda: torch.randint(1, 4, (BATCH,)),
-    }  # fmt: skip
+    }
     return made("recogniser", lambda: Recogniser(dropout), inputs)
 
 

@@ -81,8 +81,14 @@ MODELS: dict[str, Callable[[], Made]] = {
 def reference_cluster() -> ClusterSpec:
     """One device of max(flops / 60 T, bytes / 1.2 TB/s) + 3 us per op, with memory for anything."""
     rates = dict.fromkeys(("float64", "float32", "bfloat16", "float16"), 60e12)
-    device = Device(kind="reference", memory_bytes=1 << 50, memory_bytes_per_s=1.2e12, flops_per_s=rates,
-                    launch_s=3e-6, backend="cpu")  # fmt: skip
+    device = Device(
+        kind="reference",
+        memory_bytes=1 << 50,
+        memory_bytes_per_s=1.2e12,
+        flops_per_s=rates,
+        launch_s=3e-6,
+        backend="cpu",
+    )
     cluster = parse_cluster("1xH100")
     return replace(cluster, groups=(replace(cluster.groups[0], device=device),))
 

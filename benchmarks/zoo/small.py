@@ -24,9 +24,12 @@ class Small:
 
 
 def made(
-    name: str, model: Callable[[], nn.Module], inputs: Mapping[str, Callable[[], Any]], loss_fn: LossFn | None = None,
+    name: str,
+    model: Callable[[], nn.Module],
+    inputs: Mapping[str, Callable[[], Any]],
+    loss_fn: LossFn | None = None,
     batch_dims: dict[str, int | None] | None = None,
-) -> Small:  # fmt: skip
+) -> Small:
     """A model and inputs from the same seed every time, in float64 and training mode."""
     torch.manual_seed(0)
     built = model().double().train()

@@ -38,9 +38,10 @@ class GraphNetwork(nn.Module):
 def graph(dropout: float) -> Small:
     """One graph: nodes are the batch, edges go to all."""
     inputs = {
-        "nodes": lambda: torch.randn(BATCH, WIDTH), "labels": lambda: torch.randint(0, CLASSES, (BATCH,)),
+        "nodes": lambda: torch.randn(BATCH, WIDTH),
+        "labels": lambda: torch.randint(0, CLASSES, (BATCH,)),
         "edges": lambda: torch.randint(0, BATCH, (2, EDGES)),
-    }  # fmt: skip
+    }
     return made("graph", lambda: GraphNetwork(dropout), inputs, batch_dims={"edges": None})
 
 
@@ -69,9 +70,10 @@ class GraphAttention(nn.Module):
 def graphs(dropout: float) -> Small:
     """Small graphs of equal size."""
     inputs = {
-        "nodes": lambda: torch.randn(BATCH, NODES, WIDTH), "edges": lambda: torch.randint(0, NODES, (BATCH, 2, EDGES)),
+        "nodes": lambda: torch.randn(BATCH, NODES, WIDTH),
+        "edges": lambda: torch.randint(0, NODES, (BATCH, 2, EDGES)),
         "labels": lambda: torch.randint(0, CLASSES, (BATCH,)),
-    }  # fmt: skip
+    }
     return made("graphs", lambda: GraphAttention(dropout), inputs)
 
 
@@ -94,9 +96,10 @@ class Bags(nn.Module):
 def bags(dropout: float) -> Small:
     """Bags of five."""
     inputs = {
-        "bags": lambda: torch.randint(0, 30, (BATCH, 5)), "weights": lambda: torch.rand(BATCH, 5),
+        "bags": lambda: torch.randint(0, 30, (BATCH, 5)),
+        "weights": lambda: torch.rand(BATCH, 5),
         "sign": lambda: torch.randint(0, 2, (BATCH,)) * 2.0 - 1,
-    }  # fmt: skip
+    }
     return made("bags", Bags, inputs)
 
 

@@ -15,14 +15,25 @@ SIZE, CLASSES = 8, 6
 WITHOUT_DROPOUT = frozenset({"resnet", "unet", "unet_bilinear", "convnext"})
 HF: dict[str, dict[str, object]] = {
     "vit": {
-        "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-        "image_size": SIZE, "patch_size": 4, "num_labels": CLASSES,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "image_size": SIZE,
+        "patch_size": 4,
+        "num_labels": CLASSES,
     },
     "convnext": {
-        "num_channels": 3, "patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2],
-        "image_size": SIZE, "num_labels": CLASSES, "drop_path_rate": 0.0,
+        "num_channels": 3,
+        "patch_size": 2,
+        "num_stages": 2,
+        "hidden_sizes": [8, 16],
+        "depths": [2, 2],
+        "image_size": SIZE,
+        "num_labels": CLASSES,
+        "drop_path_rate": 0.0,
     },
-}  # fmt: skip
+}
 
 
 def lifted(name: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Small:

@@ -47,8 +47,14 @@ class DLRM(nn.Module):
         hidden: width of the two perceptrons.
     """
 
-    def __init__(self, stack: tuple[int, int] = (4, 24), others: tuple[int, ...] = (40, 16), columns: int = 8,
-                 dense: int = 6, hidden: int = 16) -> None:  # fmt: skip
+    def __init__(
+        self,
+        stack: tuple[int, int] = (4, 24),
+        others: tuple[int, ...] = (40, 16),
+        columns: int = 8,
+        dense: int = 6,
+        hidden: int = 16,
+    ) -> None:
         super().__init__()
         self.bottom = mlp((dense, hidden, columns))
         self.stack = Tables(*stack, columns)

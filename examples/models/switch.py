@@ -50,8 +50,7 @@ class Mixture(nn.Module):
         group: tokens routed together.
     """
 
-    def __init__(self, experts: int, choices: int, hidden: int, width: int, capacity_factor: float,
-                 group: int) -> None:  # fmt: skip
+    def __init__(self, experts: int, choices: int, hidden: int, width: int, capacity_factor: float, group: int) -> None:
         super().__init__()
         self.router = nn.Linear(hidden, experts, bias=False)
         self.experts = Experts(experts, hidden, width)
@@ -120,9 +119,20 @@ class Switch(nn.Module):
         dropout: on what the mixture adds.
     """
 
-    def __init__(self, vocabulary: int = 96, hidden: int = 32, width: int = 48, heads: int = 4, layers: int = 2,
-                 experts: int = 8, choices: int = 1, capacity_factor: float = 1.25, group: int = 16,
-                 balance: float = 0.01, dropout: float = 0.0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        vocabulary: int = 96,
+        hidden: int = 32,
+        width: int = 48,
+        heads: int = 4,
+        layers: int = 2,
+        experts: int = 8,
+        choices: int = 1,
+        capacity_factor: float = 1.25,
+        group: int = 16,
+        balance: float = 0.01,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.blocks = nn.ModuleList(

@@ -42,9 +42,15 @@ class UNet(nn.Module):
     """
 
     def __init__(
-        self, width: int = 64, depth: int = 4, blocks: int = 2, groups: int = 8, classes: int = 2, channels: int = 3,
+        self,
+        width: int = 64,
+        depth: int = 4,
+        blocks: int = 2,
+        groups: int = 8,
+        classes: int = 2,
+        channels: int = 3,
         bilinear: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         sizes = [width * 2**level for level in range(depth + 1)]
         self.stem = nn.Conv2d(channels, width, 3, padding=1)
@@ -75,9 +81,14 @@ class UNet(nn.Module):
 
 
 def factory(
-    batch: int = 8, size: int = 16, width: int = 8, depth: int = 2, blocks: int = 1, groups: int = 4,
+    batch: int = 8,
+    size: int = 16,
+    width: int = 8,
+    depth: int = 2,
+    blocks: int = 1,
+    groups: int = 4,
     bilinear: bool = False,
-) -> tuple[nn.Module, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """A small model and one global batch."""
     draw = torch.Generator().manual_seed(0)
     inputs = {

@@ -22,9 +22,14 @@ class VGG(nn.Module):
     """
 
     def __init__(
-        self, stages: Sequence[int] = (2, 2, 3, 3, 3), width: int = 64, hidden: int = 4096, classes: int = 1000,
-        pooled: int = 7, dropout: float = 0.5,
-    ) -> None:  # fmt: skip
+        self,
+        stages: Sequence[int] = (2, 2, 3, 3, 3),
+        width: int = 64,
+        hidden: int = 4096,
+        classes: int = 1000,
+        pooled: int = 7,
+        dropout: float = 0.5,
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         given = 3
@@ -37,9 +42,14 @@ class VGG(nn.Module):
         self.features = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(pooled)
         self.classifier = nn.Sequential(
-            nn.Linear(given * pooled**2, hidden), nn.ReLU(), nn.Dropout(dropout),
-            nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes),
-        )  # fmt: skip
+            nn.Linear(given * pooled**2, hidden),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, classes),
+        )
 
     def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy of [batch, 3, height, width] pixels against [batch] class numbers."""
@@ -48,8 +58,13 @@ class VGG(nn.Module):
 
 
 def factory(
-    batch: int = 8, size: int = 16, stages: Sequence[int] = (1, 2), width: int = 8, hidden: int = 32,
-    classes: int = 16, dropout: float = 0.0,
-) -> tuple[nn.Module, dict[str, Tensor]]:  # fmt: skip
+    batch: int = 8,
+    size: int = 16,
+    stages: Sequence[int] = (1, 2),
+    width: int = 8,
+    hidden: int = 32,
+    classes: int = 16,
+    dropout: float = 0.0,
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """A small model and one global batch."""
     return VGG(stages, width, hidden, classes, 2, dropout), images(batch, size, classes)

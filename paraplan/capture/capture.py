@@ -34,6 +34,8 @@ from paraplan.capture.fingerprint import fingerprint
 from paraplan.capture.precision import default_dtype, lift_to_float64, widened
 from paraplan.capture.python_state.dynamic import Attribute, find_attributes
 from paraplan.capture.python_state.reading import Reads
+from paraplan.capture.recurrences.markers import NotALoop
+from paraplan.capture.recurrences.roll import roll_loops
 from paraplan.capture.rewriting.masks import simplify_masks
 from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.substituting.substitute import substitute
@@ -98,11 +100,25 @@ def capture_with_reads(
         raise TypeError(f"capture() has no keyword {sorted(unknown)[0]!r}; it has {', '.join(How.__annotations__)}")
     attributes = find_attributes(model, how.get("dynamic", ()))
     try:
-        return _capture(model, example_inputs, how, attributes, keep_outputs=True)
+        return _rolled_or_not(model, example_inputs, how, attributes, keep_outputs=True)
     except CaptureError:  # an output nobody trains on is no reason to refuse a model
         return blaming_attributes(
-            lambda given: _capture(model, example_inputs, how, given, keep_outputs=False), attributes
+            lambda given: _rolled_or_not(model, example_inputs, how, given, keep_outputs=False), attributes
         )
+
+
+def _rolled_or_not(
+    model: nn.Module,
+    example_inputs: dict[str, Tensor] | tuple[object, ...],
+    how: How,
+    attributes: tuple[Attribute, ...],
+    keep_outputs: bool,
+) -> tuple[Program, Reads]:
+    """Loops over time are kept where all of them can be."""
+    try:
+        return _capture(model, example_inputs, how, attributes, keep_outputs, True)
+    except NotALoop:
+        return _capture(model, example_inputs, how, attributes, keep_outputs, False)
 
 
 def _capture(
@@ -111,6 +127,7 @@ def _capture(
     how: How,
     attributes: tuple[Attribute, ...],
     keep_outputs: bool,
+    rolled: bool,
 ) -> tuple[Program, Reads]:
     precision, apart = how.get("precision", "fp32"), how.get("per_microbatch", 1)
     traced_dtype(precision)
@@ -121,7 +138,7 @@ def _capture(
     batch_size, tensors = of_microbatch(tensors, rows, dims, apart)
     dims |= {each.name: None for each in attributes}
     mode, positional = fake_mode(), not isinstance(example_inputs, dict)
-    asked = Asked(how.get("loss_fn"), how.get("loss"), precision, positional, others, keep_outputs)
+    asked = Asked(how.get("loss_fn"), how.get("loss"), precision, positional, others, keep_outputs, rolled)
     copied, batch, exported, reads = trace_model(model, tensors, mode, asked, attributes)
     params, buffers, first_names = _tensors_of(copied, precision)
     _check_trained(params, precision, type(model).__name__)
@@ -257,6 +274,7 @@ def _rewrite(
         constants = lift_to_float64(graph, rewriter, constants)
         clean(graph)
     substitute(graph, rewriter, precision)
+    roll_loops(graph, rewriter)
     simplify_masks(graph, names, constants, rewriter)
     if precision == "fp8":
         convert_linears(graph, names, rewriter)

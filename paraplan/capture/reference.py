@@ -12,8 +12,10 @@ from paraplan.capture.joint_graph import BY_STRIDES
 from paraplan.ir.errors import ConstraintError, UnsupportedOpError
 from paraplan.ir.model.graph import Arg, Graph, Op, Phase, decode_number
 from paraplan.ir.model.program import Program, Segment, SegmentKind
+from paraplan.ir.model.scan import SCAN
 from paraplan.ir.model.seeds import segment_seed
 from paraplan.kernels import reference_kernels
+from paraplan.kernels.scan_kernels import scan
 
 Env = dict[str, Tensor]
 
@@ -37,6 +39,8 @@ def run_op(op: Op, env: Env) -> None:
 
 def _function(target: str):  # type: ignore[no-untyped-def]
     space, name, *overload = target.split(".")
+    if target == SCAN:
+        return scan
     if space == "paraplan":
         return getattr(reference_kernels, name)
     if target == "aten.view.default":

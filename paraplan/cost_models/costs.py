@@ -34,8 +34,10 @@ from paraplan.ir.machine.cluster import ClusterSpec, Device
 from paraplan.ir.machine.kernel_choice import OpCall
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.graph import Arg, refs
+from paraplan.ir.model.scan import SCAN, scan_of
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
 from paraplan.rules.device_kernels.kernel_counts import launch_count
+from paraplan.rules.workspace import loop_workspace
 
 FILL_TAIL = "paraplan.fill_tail_"
 
@@ -135,7 +137,7 @@ class Costs:
         shape = shape_key(instr.target, flag, inputs, outputs)
         full = full_key(shape, strides, detail)
         if full not in self._lowered:
-            work = _work(instr.target, flag, inputs, outputs, instr.work)
+            work = _work(instr.target, flag, inputs, outputs, _said_work(instr))
             seconds, how = self._slowest_s(instr.target, shape, full, work)
             op = OpTime(
                 target=instr.target,
@@ -232,11 +234,11 @@ class Costs:
             added = self.memory_s(inputs[0].nbytes, 0) if instr.target == SUM else 0.0
             return added + self._lowered_s(block, *_alone(instr, inputs, outputs))
         more = self._more_launches_s(instr, inputs, outputs)
-        return more + self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, instr.work)
+        return more + self.op_s(instr.target, instr.args, instr.kwargs, inputs, outputs, _said_work(instr))
 
     def _more_launches_s(self, instr: Instr, inputs: tuple[LocalValue, ...], outputs: Outs) -> float:
         """Seconds of the launches of an op after its first, which `op_s` counts."""
-        if self.cluster.backend == "cpu":
+        if self.cluster.backend == "cpu" and instr.target != SCAN:
             return 0.0
         call = OpCall(inputs, outputs, instr.args)  # type: ignore[arg-type]
         count = launch_count(self.cluster.backend, instr.target, instr.kernel, call)
@@ -266,6 +268,11 @@ class Costs:
         if instr.kind is InstrKind.COPY:
             return copy_stream(instr.tier, OUT if instr.target in ("offload", "store", "keep") else IN)
         return self.moves.comm_streams[instr.axis] if instr.kind is InstrKind.COLLECTIVE else COMPUTE
+
+
+def _said_work(instr: Instr) -> tuple[float, float] | None:
+    """(flops, bytes moved) that an instruction itself says: the user's, or those of a loop's steps."""
+    return loop_workspace.work(scan_of(instr.args)) if instr.target == SCAN else instr.work
 
 
 def _work(target: str, flag: int, inputs: Specs, outputs: Outs, registered: tuple[float, float] | None) -> OpWork:

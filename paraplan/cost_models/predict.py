@@ -203,9 +203,15 @@ def reserved_of(plan: Plan, programs: Sequence[RankProgram]) -> tuple[int, ...]:
     groups = plan.cluster.groups
     if any(group.device.backend != "cuda" for group in groups):
         return ()
-    least = min(group.device.memory_bytes for group in groups)
-    found = {id(program): reserved_bytes(program, least) for program in programs}
-    return tuple(found[id(program)] for program in programs)
+    room: dict[int, int] = {}  # rank class -> the least memory of its devices
+    for device, of in enumerate(plan.schedule.rank_class):
+        size = plan.cluster.group_of(device).device.memory_bytes if len(groups) > 1 else groups[0].device.memory_bytes
+        room[of] = min(room.get(of, size), size)
+    found: dict[tuple[int, int], int] = {}
+    for of, program in enumerate(programs):
+        key = id(program), room[of]
+        found[key] = found[key] if key in found else reserved_bytes(program, room[of])
+    return tuple(found[id(program), room[of]] for of, program in enumerate(programs))
 
 
 def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:

@@ -18,8 +18,8 @@ MEASURED_APART = "; ops that one kernel does together as measured one by one"
 
 IN_SPACE = (
     "{count} combinations of pp, mesh (one axis, or two with the inner one in a node), microbatches, schedule and "
-    "stages a position, however stages are cut where a position has one, and evenly but for a stage where it has more; "
-    "one sharding per segment kind, captured op order, no op taking less in all when its samples or its work are "
+    "stages a position, however stages are cut where a position has one, and evenly but for {spread} where it has "
+    "more; one sharding per segment kind, captured op order, no op taking less in all when its samples or its work are "
     "divided further"
 )
 """Of what a joint search's bound is."""
@@ -56,13 +56,14 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
 
 
-def certified_in_space(plan: Plan, bound_s: float, count: int) -> Plan:
+def certified_in_space(plan: Plan, bound_s: float, count: int, spread: int = 1) -> Plan:
     """A joint search's plan with a bound on every combination searched; as it is where nothing was proved of them.
 
     Args:
         plan: priced; what it was certified by alone is of fewer plans.
         bound_s: no combination has a shorter step.
         count: of combinations.
+        spread: stages that a segment may be off an even cut.
     """
     assert plan.prediction is not None and plan.certificate is not None
     step_s = plan.prediction.step_s
@@ -75,7 +76,7 @@ def certified_in_space(plan: Plan, bound_s: float, count: int) -> Plan:
         status="feasible",
         objective_s=plan.certificate.objective_s,
         bound_s=bound_s,
-        bound_scope=IN_SPACE.format(count=count),
+        bound_scope=IN_SPACE.format(count=count, spread="a stage" if spread == 1 else f"{spread} stages"),
         gap=(step_s - bound_s) / step_s,
     )
     return msgspec.structs.replace(plan, certificate=certificate)

@@ -141,121 +141,122 @@ MEMORY, EXECUTION = "Memory", "Execution"
 class Constraints(Options, frozen=True, kw_only=True):
     """Pinned choices."""
 
+    # fmt: off
     mesh: Annotated[tuple[int, ...] | None, Option(
         "Logical mesh, e.g. 8,8.",
         "logical mesh shape, e.g. (8, 8); None lets the planner choose.",
         PARALLELISM, metavar="N,N", parse=_parse_mesh, convert=_as_shape, check=_check_mesh,
-    )] = None  # fmt: skip
+    )] = None
     dp: Annotated[int | None, Option(
         "Data-parallel degree.",
         "size of a data-parallel axis: every op that sees the batch shards it there, and nothing else.",
         PARALLELISM, check=at_least(1),
-    )] = None  # fmt: skip
+    )] = None
     tp: Annotated[int | None, Option(
         "Tensor-parallel degree.",
         "size of a tensor-parallel axis: the weight of every linear layer is split over it, the batch never. "
         "Products of more dims than what segments pass on has (a mix of heads, a layer per head) may split others.",
         PARALLELISM, check=at_least(1),
-    )] = None  # fmt: skip
+    )] = None
     sp: Annotated[bool, Option(
         "With --tp: sequence-parallel activations between split layers.",
         "with tp: activations between the split layers lie sharded along the sequence on the tp axis.",
         PARALLELISM,
-    )] = False  # fmt: skip
+    )] = False
     cp: Annotated[int | None, Option(
         "Context-parallel degree: the sequence sharded throughout.",
         "size of a context-parallel axis: the sequence lies sharded there, from the batch to the loss.",
         PARALLELISM, check=at_least(1),
-    )] = None  # fmt: skip
+    )] = None
     cp_mode: Annotated[str | None, Option(
         "With --cp: gather, alltoall, ring or stripes in attention; chosen if not given.",
         'how attention deals with that: "gather", "alltoall", "ring" or "stripes"; None lets the planner choose.',
         PARALLELISM, check=one_of(*CP_MODES, beside=", and cp with it"),
-    )] = None  # fmt: skip
+    )] = None
     ep: Annotated[int | None, Option(
         "Expert-parallel degree: so many ranks of dp share experts.",
         "how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp, stacks "
         "of expert matrices lie by expert and all else by batch.",
         PARALLELISM, check=at_least(1),
-    )] = None  # fmt: skip
+    )] = None
     zero: Annotated[int | None, Option(
         "ZeRO level, 0 to 3.",
         "0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).",
         PARALLELISM, check=_check_zero,
-    )] = None  # fmt: skip
+    )] = None
     pp: Annotated[int | None, Option(
         "Pipeline-parallel degree, other degrees being within a stage; auto, or not given: the fastest.",
         "how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group. 1: no "
         'pipeline. None or "auto": as many as make the simulated step shortest (`planner.joint`).',
         PIPELINE, metavar="N|auto", parse=_parse_degree, convert=_as_degree, check=at_least(1),
-    )] = None  # fmt: skip
+    )] = None
     schedule: Annotated[str | None, Option(
         f"Of a pipeline: {', '.join(NAMED)}, or searched (the shortest found). If not given: the fastest, or with a "
         "given --pp 1f1b.",
         'of a pipeline: a name of `planner.schedules.named.NAMED`, or "searched" for the shortest found; None: the '
         'fastest named one, or with a given pp "1f1b".',
         PIPELINE,
-    )] = None  # fmt: skip
+    )] = None
     stages: Annotated[tuple[tuple[int, int], ...] | None, Option(
         "With --pp: segments of the stages; cut evenly if not given.",
         "with pp, the segments [first, stop) of every stage; None: cut evenly by time.",
         PIPELINE, metavar="A:B,B:C", parse=_parse_stages, convert=_as_bounds,
         check=_check_stages,
-    )] = None  # fmt: skip
+    )] = None
     microbatches: Annotated[int | None, Option(
         "Microbatches per step.", "how many microbatches a step takes.", MODEL, check=at_least(1)
-    )] = None  # fmt: skip
+    )] = None
     memory_bytes: Annotated[int | None, Option(
         "What a device may hold, e.g. 12GiB.",
         'what a device may hold at most, bytes or "12GiB"; None: its memory, less the reserve.',
         MEMORY, keyword="memory", metavar="SIZE", parse=parse_bytes, convert=parse_bytes, check=_check_memory,
-    )] = None  # fmt: skip
+    )] = None
     reserve_bytes: Annotated[int | None, Option(
         "Device memory kept from the plan (default: as the cluster says; 0: none).",
         "how much of every device's memory is kept from the plan, likewise; None: its `Device.reserves` (context, "
         "communication buffers, the allocator). What allocators reserve then fits; 0: nothing is kept, and the "
         "bytes alive alone decide.",
         MEMORY, keyword="reserve", metavar="SIZE", parse=parse_bytes, convert=parse_bytes,
-    )] = None  # fmt: skip
+    )] = None
     recompute: Annotated[str | None, Option(
         "Activations of layers made again: none, selective (attention), cheap (all but products), alternate (and "
         "every second product with a weight), full or full-early-stop; chosen if not given.",
         "one of `planner.constraints.PRESETS`: which activations of a layer are made again; None: what pays where "
         "memory is short.",
         MEMORY, check=one_of(*PRESETS, beside=", or nothing for the planner's choice"),
-    )] = None  # fmt: skip
+    )] = None
     offload: Annotated[str, Option(
         "Where activations may wait if memory is short: none, host, or disk (and host).",
         'where activations may wait if memory is short: "none", "host", or "disk" (the host as well); states and '
         "parameters may be there too, see `place_states`.",
         MEMORY, check=one_of(*OFFLOAD),
-    )] = "none"  # fmt: skip
+    )] = "none"
     place_states: Annotated[str | None, Option(
         f"Optimizer states: {NAMES}, or any; several with commas.",
         f"where optimizer states may be: {NAMES}, several with commas, or any for the planner's choice of those that "
         "`offload` allows (the host where it allows none). Left out: any where `offload` allows some, else the device, "
         "unless the options below ask for states elsewhere.",
         MEMORY, flag="states", metavar="PLACE", check=check_place,
-    )] = None  # fmt: skip
+    )] = None
     place_params: Annotated[str | None, Option(
         "Stored parameters, likewise; off the device they are where their states are.",
         "where stored parameters may be, likewise; off the device a parameter is in its state's storage, and copied "
         "to the device a segment ahead of its use.",
         MEMORY, flag="params", metavar="PLACE", check=check_place,
-    )] = None  # fmt: skip
+    )] = None
     place_grads: Annotated[str | None, Option(
         "Gradients until their update: where it is done if not given, or where the states are.",
         "where gradients may be until their update: where it is done (the device, or the host), or beside states that "
         'come to it. Left out: where it is done, and with parameters placed "any" beside the states where nothing fits '
         "otherwise.",
         MEMORY, flag="grads", metavar="PLACE", check=check_place,
-    )] = None  # fmt: skip
+    )] = None
     update_on: Annotated[str | None, Option(
         "Who updates states off the device: device, host, or any.",
         'who may update what is off the device: the "host" (states on disk come to its memory), or the "device", to '
         'which states then come; left out or "any": whichever is faster.',
         MEMORY, flag="update", metavar="WHO", check=check_updater,
-    )] = None  # fmt: skip
+    )] = None
     offload_states: Annotated[str | None, Option(
         "Those four as one word: host, all, disk, disk-all, fetched, ..., either, any, any-grads or none.",
         'one word for those four: a placement by name (`ir.machine.tier_placement`), such as "host" (states on the '
@@ -263,38 +264,39 @@ class Constraints(Options, frozen=True, kw_only=True):
         'device); "either", states as the planner chooses, "any", parameters too, "any-grads", gradients too; '
         '"none", all on the device.',
         MEMORY, check=one_of(*OFFLOAD_STATES),
-    )] = None  # fmt: skip
+    )] = None
     delayed_update: Annotated[int | None, Option(
         "After N steps the host's updates may be one step late, if faster.",
         "after how many steps the host's updates may be one step late, to be done beside the next step's work, "
         "where that makes the step faster (`planner.passes.delayed_updates`); True: after 40; None: never, since it "
         "changes what is computed (Ren et al. 2021, section 5.2).",
         MEMORY, metavar="N", convert=warm_up_steps, check=_check_late,
-    )] = None  # fmt: skip
+    )] = None
     overlap: Annotated[int, Option(
         "Products in up to N pieces beside their collectives (TP).",
         "in how many pieces at most products go beside the collectives of their rows (see "
         "`planner.passes.overlap_products`); 1: none does.",
         EXECUTION, metavar="N", check=at_least(1),
-    )] = 1  # fmt: skip
+    )] = 1
     compiled: Annotated[bool, Option(
         "Blocks through torch.compile; priced as fused.",
         "whether forward and backward blocks go through torch.compile: chains of memory-bound ops are then priced "
         "as it fuses them. Nothing is proved of such plans, for ops are chosen at their prices apart.",
         EXECUTION, flag="compile",
-    )] = False  # fmt: skip
+    )] = False
     reduce_dtype: Annotated[str, Option(
         "Of sums of gradients over ranks: fp32 or bf16.",
         '"fp32" or "bf16": what gradients are summed over ranks in, under half precisions. Left out, those reduced '
         "as they are made (ZeRO-2 and 3, tensor parallelism) are in the half precision, those reduced once a step "
         "(ZeRO-0 and 1) in float32, as accumulators and sums between stages always are.",
         EXECUTION, check=_check_reduce_dtype,
-    )] = ""  # fmt: skip
+    )] = ""
     params: Annotated[dict[str, str], Option(
         "",
         "layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.",
         convert=_as_texts, check=_check_params,
-    )] = {}  # fmt: skip
+    )] = {}
+    # fmt: on
 
     @property
     def as_data(self) -> dict[str, Any]:

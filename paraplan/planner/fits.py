@@ -45,7 +45,7 @@ from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.planned_again import planned_again
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.search import find, prepared
+from paraplan.planner.search import find, find_mixed, prepared
 
 ROUNDS = 10
 """Searches for fewer bytes, on one mesh and then on all."""
@@ -79,7 +79,7 @@ def search_room(
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
     try:
-        return among_groups(_search_room, job, constraints, time_limit_s, progress, certify)
+        return among_groups((_search_room, find_mixed), job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
 

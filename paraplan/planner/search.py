@@ -32,6 +32,7 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.search_joint import search_joint
 from paraplan.planner.mixed.idle_groups import among_groups
+from paraplan.planner.mixed.search_mixed import allows_mixed, search_mixed
 from paraplan.planner.one_stage.failures import Failure, failure, not_tried
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
 from paraplan.planner.passes.delayed_updates import delay_note
@@ -80,7 +81,7 @@ def search(
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
     try:
-        return among_groups(find, job, constraints, time_limit_s, progress, certify)
+        return among_groups((find, find_mixed), job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
 
@@ -99,17 +100,9 @@ def find(
         job, constraints, time_limit_s, progress, certify: as of `search`.
     """
     time_limit_s = planning_time_s(time_limit_s)
-    check_param_names(constraints, job.program.params)
     deadline = Deadline(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
-    check_rates(job)
-    check_reduce_dtype(constraints, job.program.precision)
-    job, constraints = in_layers(job, constraints)
-    job = prepared(job, constraints)
-    if job.program.apart > 1 and constraints.microbatches is None:
-        constraints = msgspec.structs.replace(constraints, microbatches=job.program.apart)
-    constraints, unpriced = with_states(job, constraints)
-    check_tiers(job, constraints)
+    job, constraints, unpriced = _checked(job, constraints)
     listed = _combinations(job, constraints) if constraints.pp is None else []
     if any(each.pp > 1 for each in listed) or constraints.pp not in (None, 1):
         plan = _pipeline(job, constraints, listed, deadline, progress, certify)
@@ -188,6 +181,46 @@ def _fastest(solved: _Solved, limits: SolveLimits, constraints: Constraints, unp
         notes=(*notes, *places_note(best, found, faults, constraints)),
         tried=_tried(plan, found, solved.failures, solved.skipped),
     )
+
+
+def _checked(job: Job, constraints: Constraints) -> tuple[Job, Constraints, tuple[str, ...]]:
+    """The job and its constraints as they are searched, and notes; refused where they contradict the model or its
+    devices."""
+    check_param_names(constraints, job.program.params)
+    check_rates(job)
+    check_reduce_dtype(constraints, job.program.precision)
+    job, constraints = in_layers(job, constraints)
+    job = prepared(job, constraints)
+    if job.program.apart > 1 and constraints.microbatches is None:
+        constraints = msgspec.structs.replace(constraints, microbatches=job.program.apart)
+    constraints, unpriced = with_states(job, constraints)
+    check_tiers(job, constraints)
+    return job, constraints, unpriced
+
+
+@seldom_collected()
+def find_mixed(
+    job: Job,
+    constraints: Constraints,
+    time_limit_s: float = 60.0,
+    progress: Progress = lambda text: None,
+    certify: bool = True,
+) -> BestPlan:
+    """The fastest pipeline found over groups of nodes that differ, each position on one of them (`mixed.search_mixed`).
+
+    Args:
+        job, constraints, time_limit_s, progress, certify: as of `search`; nothing is certified.
+    Raises:
+        ConstraintError: what is pinned leaves no such pipeline.
+        SolverLimitError: none that fits was found.
+    """
+    deadline = Deadline(planning_time_s(time_limit_s))
+    if not allows_mixed(job, constraints):
+        raise ConstraintError("what is pinned, or may be off the device, leaves no pipeline over differing groups")
+    job, constraints, unpriced = _checked(job, constraints)
+    plan = search_mixed(job, constraints, deadline, progress)
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unpriced, *alone_note(plan)))
+    return BestPlan(plan, deadline.passed_s, deadline.passed_s)
 
 
 def _combinations(job: Job, constraints: Constraints) -> list[Combination]:

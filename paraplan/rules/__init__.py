@@ -15,6 +15,7 @@ from paraplan.rules.layers import (
     lookup,
     norms,
     pooling,
+    scan,
 )
 from paraplan.rules.tensors import creation, indexing, matmul, pointwise, reductions, sorting, views
 
@@ -37,6 +38,7 @@ __all__ = [
     "pointwise",
     "pooling",
     "reductions",
+    "scan",
     "sorting",
     "views",
 ]

@@ -8,8 +8,11 @@ from paraplan.ir.execution.rank_program import LocalValue
 from paraplan.ir.machine.mesh import Layout, Shard
 from paraplan.ir.model.graph import Arg, Op
 from paraplan.ir.model.op_rule import ArgPath, OpRule, amount_of, faults
+from paraplan.ir.model.scan import SCAN
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.rules.dims import OpDef, OpDims, Specs, op_def
+from paraplan.rules.loop_dims import local_scan
+from paraplan.rules.workspace import loop_workspace
 
 
 def definition_of(op: Op) -> OpDef | None:
@@ -114,10 +117,13 @@ def _divide(arg: Arg, path: Sequence[int | str], parts: int) -> Arg:
 
 
 def registered_work(op: Op, local_inputs: Sequence[tuple[int, ...]]) -> tuple[float, float] | None:
-    """(flops, bytes moved) of one rank by the registered cost; None where nothing is registered.
+    """(flops, bytes moved) of one rank by the registered cost, of a loop over time those of its steps; None where there
+    is none.
 
     Bytes are -1.0 where only flops are registered.
     """
+    if op.target == SCAN:
+        return loop_workspace.work(local_scan(str(op.args[3]), tuple(local_inputs)))
     rule = op.rule
     if rule is None or not (rule.flops or rule.traffic_bytes):
         return None

@@ -21,9 +21,12 @@ LIMITS = Limits(time_s=60)
 def idle(first: tuple[float, int], second: tuple[float, int]) -> MemoryProblem:
     """Two results (seconds, bytes) that wait while a large one comes and goes."""
     ops = (
-        MemOp("x", first[0], (), (0,)), MemOp("y", second[0], (), (1,)), MemOp("big", 1.0, (), (2,)),
-        MemOp("use", 1.0, (2,), (3,)), MemOp("end", 1.0, (0, 1, 3), (4,)),
-    )  # fmt: skip
+        MemOp("x", first[0], (), (0,)),
+        MemOp("y", second[0], (), (1,)),
+        MemOp("big", 1.0, (), (2,)),
+        MemOp("use", 1.0, (2,), (3,)),
+        MemOp("end", 1.0, (0, 1, 3), (4,)),
+    )
     sizes = (first[1], second[1], 6, 1, 1)
     return MemoryProblem(ops, tuple(MemTensor(size, i, kept=i == 4) for i, size in enumerate(sizes)))
 
@@ -114,9 +117,13 @@ def test_the_arena_holds_what_is_there(seed: int) -> None:
 def test_coop_evicts_neighbours() -> None:
     """x y z in a row, four bytes each; eight are needed: two neighbours go, though x and z would be the cheaper two."""
     ops = (
-        MemOp("x", 1.0, (), (0,)), MemOp("y", 4.0, (), (1,)), MemOp("z", 1.0, (), (2,)), MemOp("big", 1.0, (), (3,)),
-        MemOp("use", 1.0, (3,), (4,)), MemOp("end", 1.0, (0, 1, 2, 4), (5,)),
-    )  # fmt: skip
+        MemOp("x", 1.0, (), (0,)),
+        MemOp("y", 4.0, (), (1,)),
+        MemOp("z", 1.0, (), (2,)),
+        MemOp("big", 1.0, (), (3,)),
+        MemOp("use", 1.0, (3,), (4,)),
+        MemOp("end", 1.0, (0, 1, 2, 4), (5,)),
+    )
     sizes = (4, 4, 4, 8, 1, 1)
     problem = MemoryProblem(ops, tuple(MemTensor(size, i, kept=i == 5) for i, size in enumerate(sizes)))
     arena = Watched(problem, 14, LIMITS)

@@ -107,9 +107,12 @@ def test_capuchin_swaps_what_hides_and_recomputes_where_copies_are_slow() -> Non
 def test_capuchin_recomputes_the_most_bytes_per_second() -> None:
     """x: 4 bytes in 4 s, y: 4 bytes in 1 s; both idle at the peak, one has to go."""
     ops = (
-        MemOp("x", 4.0, (), (0,)), MemOp("y", 1.0, (), (1,)), MemOp("big", 1.0, (), (2,)),
-        MemOp("use", 1.0, (2,), (3,)), MemOp("end", 1.0, (0, 1, 3), (4,)),
-    )  # fmt: skip
+        MemOp("x", 4.0, (), (0,)),
+        MemOp("y", 1.0, (), (1,)),
+        MemOp("big", 1.0, (), (2,)),
+        MemOp("use", 1.0, (2,), (3,)),
+        MemOp("end", 1.0, (0, 1, 3), (4,)),
+    )
     sizes = (4, 4, 6, 1, 1)
     tensors = tuple(MemTensor(size, index, kept=index == 4) for index, size in enumerate(sizes))
     found = MEMORY["capuchin"](MemoryProblem(ops, tensors), 14, LIMITS)
@@ -138,9 +141,12 @@ def test_segments_made_again_stay_or_do_not() -> None:
 def test_swapadvisor_finds_an_order_that_needs_no_copies() -> None:
     """a, b large; c reads a, d reads b: a c b d needs 12 bytes where a b c d needs 21, and copies take for ever."""
     ops = (
-        MemOp("a", 1.0, (), (0,)), MemOp("b", 1.0, (), (1,)), MemOp("c", 1.0, (0,), (2,)),
-        MemOp("d", 1.0, (1,), (3,)), MemOp("e", 1.0, (2, 3), (4,)),
-    )  # fmt: skip
+        MemOp("a", 1.0, (), (0,)),
+        MemOp("b", 1.0, (), (1,)),
+        MemOp("c", 1.0, (0,), (2,)),
+        MemOp("d", 1.0, (1,), (3,)),
+        MemOp("e", 1.0, (2, 3), (4,)),
+    )
     tensors = tuple(MemTensor(size, index, kept=index == 4) for index, size in enumerate((10, 10, 1, 1, 1)))
     problem = MemoryProblem(ops, tensors, tiers=(Tier("host", 100, 0.01, 0.01),))
     found = MEMORY["swapadvisor"](problem, 13, LIMITS)

@@ -13,13 +13,25 @@ from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model
 
 GPT = {
-    "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "n_embd": 16,
+    "n_head": 2,
+    "vocab_size": 32,
+    "n_positions": 8,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 LLAMA = {
-    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32,
-    "max_position_embeddings": 8, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "max_position_embeddings": 8,
+    "tie_word_embeddings": False,
+}
 MODELS = {
     "tied gpt2": ("gpt2", {**GPT, "tie_word_embeddings": True}, "n_layer"),
     "gpt2": ("gpt2", {**GPT, "tie_word_embeddings": False}, "n_layer"),

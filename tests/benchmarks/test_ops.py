@@ -40,9 +40,8 @@ def test_an_op_is_right_under_every_placement_tried(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("hash_tensor", "makes a tensor of dtype uint64"), ("linalg.lstsq", "depends on tensor data")],
-)  # fmt: skip
+    ("name", "said"), [("hash_tensor", "makes a tensor of dtype uint64"), ("linalg.lstsq", "depends on tensor data")]
+)
 def test_an_op_that_cannot_be_captured_is_refused_by_name(name: str, said: str) -> None:
     row = ops.try_op(name)
     assert row["status"] == "refused" and said in row["reason"], row
@@ -70,7 +69,7 @@ def drawn(*shape: int) -> Tensor:
         ),
     ],
     ids=["unfold", "fold", "sort", "max", "cummin", "bags of unequal lengths"],
-)  # fmt: skip
+)
 def test_entries_and_peaks_count_what_nobody_reads(sample: OpSample) -> None:
     seen = ops.Seen()
     ops.try_sample(sample, False, 3, seen)

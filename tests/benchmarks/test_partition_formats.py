@@ -18,11 +18,15 @@ from paraplan.planner.partition.ordered_devices import place_in_order
 from paraplan.planner.partition.replicated_stages import partition_states
 
 LAYERS: dict[str, Any] = {
-    "name": "two layers", "max_mem_units": 10, "mem_per_layer_strategy": [[5, 2], [5, 2]],
-    "intra_cost": [[1.0, 3.0], [1.0, None]], "inter_cost_prev_to_cur": [[[0, 0], [0, 0]], [[0.0, 0.5], [0.25, 0.0]]],
-    "other_mem": {"1": 2, "2": 6}, "other_time": {"1": 0.5, "2": 0.25},
+    "name": "two layers",
+    "max_mem_units": 10,
+    "mem_per_layer_strategy": [[5, 2], [5, 2]],
+    "intra_cost": [[1.0, 3.0], [1.0, None]],
+    "inter_cost_prev_to_cur": [[[0, 0], [0, 0]], [[0.0, 0.5], [0.25, 0.0]]],
+    "other_mem": {"1": 2, "2": 6},
+    "other_time": {"1": 0.5, "2": 0.25},
     "optimal_total_cost": {"1": 4.75, "2": None},
-}  # fmt: skip
+}
 
 PROFILE = """node1 -- Input0 -- forward_compute_time=0, backward_compute_time=0, activation_size=0.0, parameter_size=0.0
 node2 -- Linear -- forward_compute_time=10.0, backward_compute_time=20.0, activation_size=1000000.0, parameter_size=8e6
@@ -38,33 +42,59 @@ node5 -- __getitem__(0) -- forward_compute_time=9.0, backward_compute_time=0.0, 
 
 
 def variant(time: float, a: float, b: float, fw: dict[str, float], bw: dict[str, float]) -> dict[str, Any]:
-    return {"id": "vanilla", "timePerSample": time, "parameterSize": 6.0, "memoryUsageA": a, "memoryUsageB": b,
-            "syncTimeFw": fw, "syncTimeBw": bw}  # fmt: skip
+    return {
+        "id": "vanilla",
+        "timePerSample": time,
+        "parameterSize": 6.0,
+        "memoryUsageA": a,
+        "memoryUsageB": b,
+        "syncTimeFw": fw,
+        "syncTimeBw": bw,
+    }
 
 
 PIPER: dict[str, Any] = {
-    "maxDevices": 3, "maxMemoryPerDevice": 12.0, "bandwidth": 8.0, "mbsInBatch": 4,
+    "maxDevices": 3,
+    "maxMemoryPerDevice": 12.0,
+    "bandwidth": 8.0,
+    "mbsInBatch": 4,
     "nodes": [
         {"id": 7, "TMPCs": {"1": [variant(4.0, 4, 2, {}, {"3": 1.0}), variant(6.0, 1, 3, {}, {"3": 2.0})]}},
         {"id": 3, "TMPCs": {"1": [variant(5.0, 3, 3, {"7": 1.0}, {})], "2": [variant(3.0, 2, 1, {"7": 3.0}, {})]}},
     ],
     "edges": [{"sourceId": 7, "destId": 3, "communicationCost": 2.0}],
-}  # fmt: skip
+}
 
 
 def node(number: int, time: float, colour: int | None, backward: bool = False) -> dict[str, Any]:
-    each = {"id": number, "supportedOnFpga": 1, "cpuLatency": 10 * time, "fpgaLatency": time, "size": 1.0,
-            "isBackwardNode": backward}  # fmt: skip
+    each = {
+        "id": number,
+        "supportedOnFpga": 1,
+        "cpuLatency": 10 * time,
+        "fpgaLatency": time,
+        "size": 1.0,
+        "isBackwardNode": backward,
+    }
     return each if colour is None else {**each, "colorClass": colour}
 
 
 DEVICES: dict[str, Any] = {
-    "maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 4.0,
-    "nodes": [node(10, 3.0, 1), node(20, 2.0, 2), node(30, 4.0, None), node(11, 3.0, 1, True), node(21, 1.0, 2, True),
-              node(50, 1.0, 9, True)],
-    "edges": [{"sourceId": a, "destId": b, "cost": 0.5}
-              for a, b in ((10, 20), (20, 30), (10, 30), (30, 21), (21, 11), (50, 21))],
-}  # fmt: skip
+    "maxFPGAs": 2,
+    "maxCPUs": 1,
+    "maxSizePerFPGA": 4.0,
+    "nodes": [
+        node(10, 3.0, 1),
+        node(20, 2.0, 2),
+        node(30, 4.0, None),
+        node(11, 3.0, 1, True),
+        node(21, 1.0, 2, True),
+        node(50, 1.0, 9, True),
+    ],
+    "edges": [
+        {"sourceId": a, "destId": b, "cost": 0.5}
+        for a, b in ((10, 20), (20, 30), (10, 30), (30, 21), (21, 11), (50, 21))
+    ],
+}
 
 
 def written(folder: Path, name: str, content: dict[str, Any] | str) -> Path:
@@ -100,8 +130,10 @@ def test_profiles_are_read_and_rescored(tmp_path: Path) -> None:
     assert profile.ops["node3"].activation_bytes == 3e6
     sets, complete = pipedream.state_sets(profile)
     assert complete and [sorted(state) for state in sets] == [
-        ["node2"], ["node2", "node3"], ["node2", "node3", "node4"],
-    ]  # fmt: skip
+        ["node2"],
+        ["node2", "node3"],
+        ["node2", "node3", "node4"],
+    ]
     assert [pipedream.output_bytes(profile, state) for state in sets] == [1e6, 4e6, 8e6 - 2e6 + 3e6 - 4e6]
     one, two, three = (frozenset([name]) for name in profile.ops)
     assert pipedream.rescored(profile, [(one | two | three, 1)], 1) == pytest.approx(0.093)

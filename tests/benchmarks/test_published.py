@@ -123,8 +123,9 @@ def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> Non
     schedules, sizes = pipelines(layers=12, pp=2, batch=4, stages_per_position=None, microbatch=1)
     assert sizes == ({"microbatches": 4},)
     assert schedules == (
-        {"schedule": "interleaved", "stages": even_layers(12, 12)}, {"schedule": "1f1b", "stages": even_layers(12, 2)}
-    )  # fmt: skip
+        {"schedule": "interleaved", "stages": even_layers(12, 12)},
+        {"schedule": "1f1b", "stages": even_layers(12, 2)},
+    )
     assert pipelines(12, 2, 4, 1, 1) == (schedules[1:], sizes)
     assert pipelines(12, 2, 4, None, 2) == (schedules, ({"microbatches": 2},))
     assert pipelines(12, 2, 3, None, 1) == (schedules[1:], ({"microbatches": 3},))
@@ -153,8 +154,12 @@ def test_a_run_goes_on_where_it_was_left(
         asked.append(case.name)
         row = {"file": case.file, "row": case.name, "published": case.published, "chosen": "as told"}
         return row | {
-            "predicted": 2 * case.published, "error_percent": 100.0, "rate_slope": 1.0, "device": "H100", "cpu_s": 1.0
-        }  # fmt: skip
+            "predicted": 2 * case.published,
+            "error_percent": 100.0,
+            "rate_slope": 1.0,
+            "device": "H100",
+            "cpu_s": 1.0,
+        }
 
     monkeypatch.setattr("benchmarks.published.predict", counted)
     given = ["--published", str(folder), "--json", str(tmp_path / "rows.out")]

@@ -115,16 +115,18 @@ FOLLOWED = {
     "ranges": (lambda net, h: h * (torch.arange(8) * 0.1) + torch.linspace(0, 1, 8) + torch.logspace(0, 1, 8), {}),
     "a factory in a product": (lambda net, h: h @ torch.eye(8) + torch.zeros(8), {}),
     "a factory that is scattered into": (
-        lambda net, h: torch.zeros(4, 8).to(h).scatter_add(1, torch.arange(8).expand(4, 8), h), {}
+        lambda net, h: torch.zeros(4, 8).to(h).scatter_add(1, torch.arange(8).expand(4, 8), h),
+        {},
     ),
     "counts divided": (lambda net, h: h * (torch.ones(8, dtype=torch.long).cumsum(0) / 3), {}),
     "a permutation in order": (lambda net, h: h * torch.randperm(8).sort().values, {}),
     "rrelu of one slope": (lambda net, h: F.rrelu(h - 0.5, 0.3, 0.3, True), {}),
     "a reentrant checkpoint": (lambda net, h: checkpoint(net.up, h, use_reentrant=True), {}),
     "a bool buffer": (
-        lambda net, h: h.masked_fill(net.seen.logical_or_((h > 1).any(0)), 0.5), {"seen": torch.arange(8) % 3 == 0}
+        lambda net, h: h.masked_fill(net.seen.logical_or_((h > 1).any(0)), 0.5),
+        {"seen": torch.arange(8) % 3 == 0},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
@@ -216,7 +218,7 @@ TOLD = {
     "a branch": (lambda net, h: torch.cond(h.sum() > 0, lambda v: v * 2, lambda v: v + 1, (h,)), "torch.where"),
     "a number": (lambda net, h: h * h.detach().sum().item(), "keep values as tensors instead of .item()"),
     "an if": (lambda net, h: h * 2 if h.sum() > 0 else h, "use torch.where instead of `if`"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TOLD)

@@ -13,9 +13,12 @@ from tests.against_eager import assert_trains_as_eager
 
 Read = Callable[[Tensor, Tensor], Tensor]
 READS: dict[str, Read] = {
-    "to": lambda w, x: w.to(x.dtype), "flatten": lambda w, x: w.flatten(1), "contiguous": lambda w, x: w.contiguous(),
-    "view": lambda w, x: w.view(4, 4), "eval dropout": lambda w, x: nn.functional.dropout(w, 0.5, training=False),
-}  # fmt: skip
+    "to": lambda w, x: w.to(x.dtype),
+    "flatten": lambda w, x: w.flatten(1),
+    "contiguous": lambda w, x: w.contiguous(),
+    "view": lambda w, x: w.view(4, 4),
+    "eval dropout": lambda w, x: nn.functional.dropout(w, 0.5, training=False),
+}
 
 
 class Power(nn.Module):
@@ -47,7 +50,7 @@ class Volume(nn.Module):
             "det.mT": lambda: 0.01 * torch.linalg.det(a.mT).mean(),
             "det copied": lambda: 0.01 * torch.linalg.det(a.mT.contiguous()).mean(),
             "solve.mT": lambda: torch.linalg.solve(a.mT, x[..., None]).mean(),
-        }[self.which]()  # fmt: skip
+        }[self.which]()
         return made + (x @ self.w).square().mean() + a.square().mean()
 
 

@@ -35,10 +35,19 @@ def test_show_tells_rates_with_sources_links_and_totals(command: Any) -> None:
     outcome = command("cluster", "show", "8xA100-80:2+8xH100:2", "--json")
     assert outcome.code == 0, outcome.err
     for words in (
-        "32 devices on 4 nodes", "2 nodes of 8 x A100-80", "312 TFLOP/s", "BFLOAT16 / FP16 Tensor Core", "79.1 GiB",
-        "NVLink 4", "between groups", "InfiniBand HDR", "NVIDIA A100 data sheet", "20.82 PFLOP/s", "2.47 TiB",
+        "32 devices on 4 nodes",
+        "2 nodes of 8 x A100-80",
+        "312 TFLOP/s",
+        "BFLOAT16 / FP16 Tensor Core",
+        "79.1 GiB",
+        "NVLink 4",
+        "between groups",
+        "InfiniBand HDR",
+        "NVIDIA A100 data sheet",
+        "20.82 PFLOP/s",
+        "2.47 TiB",
         "where a device has it",
-    ):  # fmt: skip
+    ):
         assert words in outcome.out, words
     spec = from_json(json.dumps(last_line(outcome.out)).encode(), ClusterSpec, "output", ValueError)  # type: ignore[arg-type]
     assert spec == parse_cluster("8xA100-80:2+8xH100:2")

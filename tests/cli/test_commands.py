@@ -19,10 +19,18 @@ from paraplan.terminal.run_output import run_table
 
 PLAN_KEYS = ["step_s", "peak_bytes", "bound_s", "gap", "status", "solve_s", "total_s", "tokens_per_s", "mfu"]
 RUN_KEYS = {
-    "first_step", "loss", "max_rel_err_loss", "max_rel_err_grad", "max_rel_err_param", "max_rel_err_eager", "eager_how",
-    "check_failure", "predicted_peak_bytes",
-    "measured_peak_bytes", "step_s",
-}  # fmt: skip
+    "first_step",
+    "loss",
+    "max_rel_err_loss",
+    "max_rel_err_grad",
+    "max_rel_err_param",
+    "max_rel_err_eager",
+    "eager_how",
+    "check_failure",
+    "predicted_peak_bytes",
+    "measured_peak_bytes",
+    "step_s",
+}
 ROOT = Path(__file__).parents[2]
 
 

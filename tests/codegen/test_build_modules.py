@@ -24,20 +24,23 @@ LOCAL = EmitContext(mesh_shape=(2,))
 
 def chain() -> Block:
     return block(
-        "x u", "z", "y i z",
+        "x u",
+        "z",
+        "y i z",
         op(MUL, ("%x", 2.0), "y", "x"),
         issue("y", "i"),
         op(MUL, ("%u", 3.0), "v", "u"),
         wait("i", "y", "w", "i y"),
         op(ADD, ("%v", "%v"), "z", "v"),
         views={"w": "i", "v": "v"},
-    )  # fmt: skip
+    )
 
 
 def test_generated_code_frees_where_the_instructions_do() -> None:
-    made = Block(**{f: getattr(chain(), f) for f in ("name", "role", "inputs", "outputs", "saved", "values")}, instrs=(
-        *chain().instrs[:3], wait("i", "y", "w", "i y w"), chain().instrs[4],
-    ))  # fmt: skip
+    made = Block(
+        **{f: getattr(chain(), f) for f in ("name", "role", "inputs", "outputs", "saved", "values")},
+        instrs=(*chain().instrs[:3], wait("i", "y", "w", "i y w"), chain().instrs[4]),
+    )
     lines = [
         line
         for line in build_block(made, LOCAL).code.splitlines()
@@ -63,11 +66,7 @@ class _Alive(TorchDispatchMode):
 
 
 def test_boxed_inputs_die_at_their_last_use_inside() -> None:
-    made = block(
-        "x idle u", "z", "y z",
-        op(MUL, ("%x", 2.0), "y", "x"),
-        op(ADD, ("%y", "%u"), "z", "y u"),
-    )  # fmt: skip
+    made = block("x idle u", "z", "y z", op(MUL, ("%x", 2.0), "y", "x"), op(ADD, ("%y", "%u"), "z", "y u"))
     module = build_block(made, LOCAL)
     boxed: list[Any] = [torch.ones(4, dtype=torch.float64) for _ in range(3)]
     watch = _Alive(boxed)
@@ -81,12 +80,14 @@ def test_boxed_inputs_die_at_their_last_use_inside() -> None:
 
 def test_arguments_speak() -> None:
     made = block(
-        "x", "a b c", "f a b c",
+        "x",
+        "a b c",
+        "f a b c",
         op("aten.clamp.default", ("%x", "~-inf", 2), "a"),
         op("aten._to_copy.default", ("%x",), "f", dtype=":float32"),
         op("aten._to_copy.default", ("%f",), "b", "f", dtype=":float64"),
         op("paraplan.shard", ("%x", 0, 2, "#0:2,m:4"), "c", "x"),
-    )  # fmt: skip
+    )
     module = build_block(made, LOCAL)
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     assert [node.meta.get("offset") for node in places] == [None, "#0:2,m:4"]
@@ -149,9 +150,17 @@ def program_of(*calls: tuple[Block, str, str]) -> RankProgram:
         for each, (_, args, outs) in zip(blocks, calls, strict=True)
     )
     return RankProgram(
-        mesh_axes=("d",), mesh_shape=(2,), num_microbatches=1, blocks={each.name: each for each in blocks}, outer={},
-        steps=steps, loss=named("loss"), grads={}, optimizer_bytes=0, update_workspace_bytes=0,
-    )  # fmt: skip
+        mesh_axes=("d",),
+        mesh_shape=(2,),
+        num_microbatches=1,
+        blocks={each.name: each for each in blocks},
+        outer={},
+        steps=steps,
+        loss=named("loss"),
+        grads={},
+        optimizer_bytes=0,
+        update_workspace_bytes=0,
+    )
 
 
 def test_a_collective_may_be_waited_for_in_a_later_block_and_must_be() -> None:

@@ -30,9 +30,13 @@ ADD = "aten.add.Tensor"
 def toy_costs(num_devices: int = 2) -> Costs:
     """One byte of memory traffic, or of link traffic, takes one second; starting anything takes none."""
     device = Device(
-        kind="toy", memory_bytes=1 << 40, memory_bytes_per_s=1.0, flops_per_s={"float32": 1.0}, launch_s=0.0,
+        kind="toy",
+        memory_bytes=1 << 40,
+        memory_bytes_per_s=1.0,
+        flops_per_s={"float32": 1.0},
+        launch_s=0.0,
         backend="cpu",
-    )  # fmt: skip
+    )
     link = Link(bytes_per_s=1.0, latency_s=0.0)
     group = NodeGroup(nodes=1, devices_per_node=num_devices, device=device, in_node=link, host=link, disk=link)
     return Costs(ClusterSpec(name="toy", groups=(group,)), make_mesh((num_devices,), ("dp",)))
@@ -51,9 +55,12 @@ def view(base: str, nbytes: int, tier: str = "") -> LocalValue:
 def op(outs: str, ins: str, frees: str = "", target: str = ADD, workspace_bytes: int = 0) -> Instr:
     """An op; names separated by blanks."""
     return Instr(
-        target=target, args=tuple("%" + name for name in ins.split()), outs=tuple(outs.split()),
-        frees=tuple(frees.split()), workspace_bytes=workspace_bytes,
-    )  # fmt: skip
+        target=target,
+        args=tuple("%" + name for name in ins.split()),
+        outs=tuple(outs.split()),
+        frees=tuple(frees.split()),
+        workspace_bytes=workspace_bytes,
+    )
 
 
 def issue(out: str, name: str, target: str = "all_reduce") -> Instr:
@@ -72,42 +79,72 @@ def wait(out: str, issued: str, frees: str = "") -> Instr:
 
 
 def block(
-    name: str, inputs: str, outputs: str, values: dict[str, LocalValue], *instrs: Instr, saved: str = "",
+    name: str,
+    inputs: str,
+    outputs: str,
+    values: dict[str, LocalValue],
+    *instrs: Instr,
+    saved: str = "",
     role: BlockRole = BlockRole.FORWARD,
-) -> Block:  # fmt: skip
+) -> Block:
     """A block; names separated by blanks."""
     return Block(
-        name=name, role=role, inputs=tuple(inputs.split()), outputs=tuple(outputs.split()), saved=tuple(saved.split()),
-        values=values, instrs=instrs,
-    )  # fmt: skip
+        name=name,
+        role=role,
+        inputs=tuple(inputs.split()),
+        outputs=tuple(outputs.split()),
+        saved=tuple(saved.split()),
+        values=values,
+        instrs=instrs,
+    )
 
 
 def call(name: str, args: str, outs: str, drops: str = "", action: str = "0F0", microbatch: int = 0) -> Step:
     """A CALL; "-" among the outs is None."""
     return Step(
-        kind=StepKind.CALL, action=action, block=name, args=all_named(args), drops=all_named(drops),
-        outs=some_named(outs), microbatch=microbatch, segment=0,
-    )  # fmt: skip
+        kind=StepKind.CALL,
+        action=action,
+        block=name,
+        args=all_named(args),
+        drops=all_named(drops),
+        outs=some_named(outs),
+        microbatch=microbatch,
+        segment=0,
+    )
 
 
 def program(
-    blocks: list[Block], outer: dict[str, int], steps: list[Step], grads: dict[str, str] | None = None,
-    optimizer_bytes: int = 0, update_workspace_bytes: int = 0,
-) -> RankProgram:  # fmt: skip
+    blocks: list[Block],
+    outer: dict[str, int],
+    steps: list[Step],
+    grads: dict[str, str] | None = None,
+    optimizer_bytes: int = 0,
+    update_workspace_bytes: int = 0,
+) -> RankProgram:
     """A rank program; `outer` gives bytes, on the tier a name begins with."""
     return RankProgram(
-        mesh_axes=("dp",), mesh_shape=(2,), num_microbatches=1, blocks={b.name: b for b in blocks},
+        mesh_axes=("dp",),
+        mesh_shape=(2,),
+        num_microbatches=1,
+        blocks={b.name: b for b in blocks},
         outer={
             named(name): OuterValue(
-                role=Role.PARAMETER, source=name, dtype="uint8", shape=(nbytes,), layout="R", nbytes=nbytes,
+                role=Role.PARAMETER,
+                source=name,
+                dtype="uint8",
+                shape=(nbytes,),
+                layout="R",
+                nbytes=nbytes,
                 tier=tier_of(name),
             )
             for name, nbytes in outer.items()
         },
-        steps=tuple(steps), loss=named("loss"), grads={name: named(grad) for name, grad in (grads or {}).items()},
+        steps=tuple(steps),
+        loss=named("loss"),
+        grads={name: named(grad) for name, grad in (grads or {}).items()},
         optimizer_bytes=optimizer_bytes,
         update_workspace_bytes=update_workspace_bytes,
-    )  # fmt: skip
+    )
 
 
 def tier_of(name: str) -> str:
@@ -254,9 +291,14 @@ def random_blocks(draw: st.DrawFn, name: str) -> Block:
     outputs = draw(st.lists(st.sampled_from(names), max_size=3))
     saved = draw(st.lists(st.sampled_from(names), max_size=3))
     return Block(
-        name=name, role=BlockRole.FORWARD, inputs=tuple(inputs), outputs=tuple(outputs), saved=tuple(saved),
-        values=values, instrs=with_frees(steps, {*outputs, *saved}),
-    )  # fmt: skip
+        name=name,
+        role=BlockRole.FORWARD,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        saved=tuple(saved),
+        values=values,
+        instrs=with_frees(steps, {*outputs, *saved}),
+    )
 
 
 def root(values: dict[str, LocalValue], name: str) -> str:
@@ -271,13 +313,16 @@ def with_frees(steps: list[tuple[InstrKind, str, list[str], int]], kept: set[str
         last |= dict.fromkeys([*used, out], index)
     return tuple(
         Instr(
-            kind=kind, target={InstrKind.OP: ADD, InstrKind.WAIT: "wait"}.get(kind, "all_gather"),
-            args=tuple("%" + name for name in used), outs=(out,), axis=0 if kind is InstrKind.COLLECTIVE else -1,
+            kind=kind,
+            target={InstrKind.OP: ADD, InstrKind.WAIT: "wait"}.get(kind, "all_gather"),
+            args=tuple("%" + name for name in used),
+            outs=(out,),
+            axis=0 if kind is InstrKind.COLLECTIVE else -1,
             frees=tuple(sorted(name for name, at in last.items() if at == index and name not in kept)),
             workspace_bytes=workspace,
         )
         for index, (kind, out, used, workspace) in enumerate(steps)
-    )  # fmt: skip
+    )
 
 
 @st.composite

@@ -68,9 +68,14 @@ def test_on_unequal_devices_the_slowest_counts() -> None:
 def test_streams_and_prices_of_instructions() -> None:
     costs = Costs(parse_cluster("1xH100:2"), make_mesh((2,), ("dp",)))
     code = block(
-        "F", "x", "w", {"x": own("x", 64), "y": own("y", 64), "i": own("i", 64), "w": view("i", 64)},
-        op("y", "x"), issue("i", "y"), wait("w", "i"),
-    )  # fmt: skip
+        "F",
+        "x",
+        "w",
+        {"x": own("x", 64), "y": own("y", 64), "i": own("i", 64), "w": view("i", 64)},
+        op("y", "x"),
+        issue("i", "y"),
+        wait("w", "i"),
+    )
     assert [costs.stream(instr) for instr in code.instrs] == ["compute", "comm:between_nodes", "compute"]
     prices = [costs.instr_s(code, instr) for instr in code.instrs]
     assert prices[1] == costs.moves.collective_s("all_reduce", 0, 64) > prices[0] > prices[2] == 0.0
@@ -80,28 +85,50 @@ def tiny_plan(num_devices: int) -> Plan:
     """One linear layer twice over a batch of 8 sequences of 16, on CPU processes."""
     values = {"x": X, "w": W, "y": Y, "gy": Y, "gw": W}
     graph = Graph(
-        inputs=("x", "w", "gy"), outputs=("y", "gw"), values=values,
+        inputs=("x", "w", "gy"),
+        outputs=("y", "gw"),
+        values=values,
         ops=(
             Op(target="paraplan.linear", args=("%x", "%w", None, True), outs=("y",)),
             Op(target="paraplan.linear_grad_weight", args=("%gy", "%x", True), outs=("gw",), phase=Phase.BACKWARD),
         ),
-    )  # fmt: skip
+    )
     kind = SegmentKind(
-        name="k0", graph=graph, params=("w",), inputs=("x",), outputs=("y",), tangents=("gy",), input_grads=(None,),
+        name="k0",
+        graph=graph,
+        params=("w",),
+        inputs=("x",),
+        outputs=("y",),
+        tangents=("gy",),
+        input_grads=(None,),
         param_grads=("gw",),
-    )  # fmt: skip
+    )
     segment = Segment(kind=0, params=("w",), inputs=("batch:x",), outputs=("s0.0",))
     captured = Program(
-        name="tiny", fingerprint="0", precision="fp32", batch_size=8, batch={"x": BatchInput(spec=X)}, params={},
-        buffers={}, kinds=(kind,), segments=(segment, segment), loss=(),
-    )  # fmt: skip
+        name="tiny",
+        fingerprint="0",
+        precision="fp32",
+        batch_size=8,
+        batch={"x": BatchInput(spec=X)},
+        params={},
+        buffers={},
+        kinds=(kind,),
+        segments=(segment, segment),
+        loss=(),
+    )
     stage = Stage(
         first=0, stop=2, mesh=make_mesh((num_devices,), ("dp",)), choices=(), segment_choice=(), batch={}, params={}
-    )  # fmt: skip
+    )
     return Plan(
-        made_with={}, model=ModelRef(display="tiny"), program=captured, cluster=ClusterSpec.local(num_devices),
-        num_microbatches=1, optimizer=OPTIMIZERS["sgd"], stages=(stage,), schedule=accumulate(1, num_devices),
-    )  # fmt: skip
+        made_with={},
+        model=ModelRef(display="tiny"),
+        program=captured,
+        cluster=ClusterSpec.local(num_devices),
+        num_microbatches=1,
+        optimizer=OPTIMIZERS["sgd"],
+        stages=(stage,),
+        schedule=accumulate(1, num_devices),
+    )
 
 
 def test_predict_counts_model_flops_and_tokens() -> None:

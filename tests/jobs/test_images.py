@@ -10,9 +10,15 @@ from paraplan.ir.errors import CaptureError
 from paraplan.jobs.models import hf_batch, hf_model, model_ref
 
 SMALL = {
-    "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 16,
-    "patch_size": 8, "num_channels": 1, "num_labels": 3,
-}  # fmt: skip
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_channels": 1,
+    "num_labels": 3,
+}
 
 
 def test_pixels_of_the_configurations_size() -> None:

@@ -243,18 +243,28 @@ def test_an_edited_program_is_refused(plan: Plan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"reduce_dtype": "fp32"}, {"bundle_bytes": 0}, {"plan_digest": None}, {"made_with": {}},
-        {"prediction": "faster"}, {"certificate": "tighter"},
+        {"reduce_dtype": "fp32"},
+        {"bundle_bytes": 0},
+        {"plan_digest": None},
+        {"made_with": {}},
+        {"prediction": "faster"},
+        {"certificate": "tighter"},
     ],
     ids=lambda change: next(iter(change)),
-)  # fmt: skip
+)
 def test_a_plan_that_was_edited_is_priced_anew(change: dict[str, Any], tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     x = torch.randn(8, 8)
     made = paraplan.compile(
-        model, "2xH100", example_inputs=(x,), loss_fn=lambda out, batch: out.square().mean(), precision="bf16",
-        reduce_dtype="bf16", dp=2, zero=0,
-    )  # fmt: skip
+        model,
+        "2xH100",
+        example_inputs=(x,),
+        loss_fn=lambda out, batch: out.square().mean(),
+        precision="bf16",
+        reduce_dtype="bf16",
+        dp=2,
+        zero=0,
+    )
     path = tmp_path / "plan.json"
     made.save(path)
     assert paraplan.Plan.load(path).data == made.data

@@ -22,6 +22,7 @@ from paraplan.ir.model.seeds import segment_seed
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.plan import Plan
 from paraplan.kernels import reference_kernels
+from paraplan.kernels.scan_kernels import scan
 from paraplan.lowering import lower
 
 Dims = tuple[int, ...]
@@ -138,6 +139,7 @@ def function(target: str):  # type: ignore[no-untyped-def]
         "reshape_copy": lambda x, shape: x.clone(**fresh).view(shape),
         "write": lambda dst, src: dst.copy_(src),
         "put_": _into,
+        "scan": scan,
         "grow_": lambda total, addend: total.copy_(total + addend),
         "linear_grad_weight_": lambda total, *given: total.copy_(total + reference_kernels.linear_grad_weight(*given)),
         "pack": lambda xs, n, dims: torch.cat(

@@ -78,9 +78,13 @@ def random_schedule(draw: random.Random) -> Actions:
         if actions[position].act is Act.FREE and draw.random() < 0.3:
             tensor = actions.pop(position).index
             again = next(
-                (at for at in range(position, len(actions))
-                 if actions[at].act is Act.RUN and tensor in problem.ops[actions[at].index].makes), len(actions)
-            )  # fmt: skip
+                (
+                    at
+                    for at in range(position, len(actions))
+                    if actions[at].act is Act.RUN and tensor in problem.ops[actions[at].index].makes
+                ),
+                len(actions),
+            )
             actions.insert(draw.randint(position, again), free(tensor))
     return tuple(actions)
 
@@ -93,15 +97,19 @@ def with_copies(draw: random.Random) -> Actions:
     actions = list(freeing(problem, tuple(range(len(problem.ops)))))
     for tensor in draw.sample(tensors, len(tensors) // 3):
         at = [
-            place for place, action in enumerate(actions)
+            place
+            for place, action in enumerate(actions)
             if action.act is Act.RUN and tensor in (*problem.ops[action.index].reads, *problem.ops[action.index].makes)
-        ]  # fmt: skip
+        ]
         gaps = [(a, b) for a, b in itertools.pairwise(at) if b - a > 2]
         if not gaps:
             continue
         first, reader = draw.choice(gaps)
         out, leaves, back = sorted(draw.sample(range(first + 1, reader + 3), 3))
-        for place, text in ((min(back, reader), f"B{tensor}:host"), (min(leaves, reader), f"F{tensor}"),
-                            (min(out, reader), f"O{tensor}:host")):  # fmt: skip
+        for place, text in (
+            (min(back, reader), f"B{tensor}:host"),
+            (min(leaves, reader), f"F{tensor}"),
+            (min(out, reader), f"O{tensor}:host"),
+        ):
             actions[place:place] = parse_actions(text)
     return tuple(actions)

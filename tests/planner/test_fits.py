@@ -223,8 +223,9 @@ def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sizes_that_are_none() -> None:
     batch = {"x": torch.randn(8, 512)}
     for reserve, kind, words in (
-        ("lots", ConstraintError, "'lots' is no size in bytes"), (-1, ConstraintError, "'?-1'? is no size"),
+        ("lots", ConstraintError, "'lots' is no size in bytes"),
+        (-1, ConstraintError, "'?-1'? is no size"),
         ("1TiB", InfeasibleError, "a reserve of 1024.00 GiB leaves a plan no device memory .* reserve=0"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(kind, match=words):
             pp.compile(Wide(), "2xH100", example_inputs=batch, reserve=reserve)

@@ -34,9 +34,12 @@ def group(speed: float, memory_bytes: int = 4 << 30) -> NodeGroup:
     (local,) = LOCAL.groups
     rates = {dtype: rate * speed for dtype, rate in local.device.flops_per_s.items()}
     device = msgspec.structs.replace(
-        local.device, kind=f"cpu x{speed:g}", flops_per_s=rates, memory_bytes=memory_bytes,
+        local.device,
+        kind=f"cpu x{speed:g}",
+        flops_per_s=rates,
+        memory_bytes=memory_bytes,
         memory_bytes_per_s=local.device.memory_bytes_per_s * speed,
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(local, device=device)
 
 

@@ -30,8 +30,10 @@ def allowed(**options: Any) -> tuple[str, ...]:
         ({"place_states": "host", "place_grads": "device"}, ("fetched",)),
         ({"place_states": "device,disk"}, ("none", "disk", "disk-fetched")),
         ({"place_states": "any"}, ("none", "host", "fetched")),
-        ({"place_states": "any", "offload": "disk", "place_params": "device"},
-         ("none", "host", "fetched", "disk", "disk-fetched")),
+        (
+            {"place_states": "any", "offload": "disk", "place_params": "device"},
+            ("none", "host", "fetched", "disk", "disk-fetched"),
+        ),
         ({"place_states": "any", "place_params": "any"}, NEAR),
         ({"place_params": "host"}, ("all", "all-fetched")),
         ({"place_params": "device", "offload": "host"}, ("none", "host", "fetched")),
@@ -44,7 +46,7 @@ def allowed(**options: Any) -> tuple[str, ...]:
         ({"offload_states": "host", "place_states": "host"}, ("host",)),
         ({"offload_states": "any", "place_grads": "device"}, ("none", "fetched", "all-fetched")),
     ],
-)  # fmt: skip
+)
 def test_what_options_allow(options: dict[str, str], names: tuple[str, ...]) -> None:
     assert allowed(**options) == names
 

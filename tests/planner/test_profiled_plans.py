@@ -39,9 +39,7 @@ def program() -> Program:
 
 
 def all_ops(program: Program, ways: int) -> list[LocalOp]:
-    found = {
-        op.full_key: op for each in families(program, ClusterSpec.local(1), ADAMW, ways) for op in each.make()
-    }  # fmt: skip
+    found = {op.full_key: op for each in families(program, ClusterSpec.local(1), ADAMW, ways) for op in each.make()}
     return list(found.values())
 
 
@@ -53,10 +51,18 @@ def made_up(ops: list[LocalOp], seed: int, share: float = 1.0) -> Profile:
         return op_time_s(op_cost(op.target, op.args, op.kwargs, op.inputs, op.outputs), device) * rng.uniform(0.33, 3)
 
     times = [
-        OpTime(target=op.target, flag=op.flag, inputs=op.inputs, outputs=op.outputs, detail=op.detail,
-               seconds=seconds(op), samples=5)
-        for op in ops if rng.random() < share
-    ]  # fmt: skip
+        OpTime(
+            target=op.target,
+            flag=op.flag,
+            inputs=op.inputs,
+            outputs=op.outputs,
+            detail=op.detail,
+            seconds=seconds(op),
+            samples=5,
+        )
+        for op in ops
+        if rng.random() < share
+    ]
     times.append(OpTime(target=VIEW, flag=0, inputs=(), outputs=(), seconds=1e-6))
     for size in (64, 4096, 65536):
         spec = Measured("float32", (size,))
@@ -65,12 +71,18 @@ def made_up(ops: list[LocalOp], seed: int, share: float = 1.0) -> Profile:
         )
         times.append(update)
     sent = [
-        CollectiveTime(target=target, size=n, local_size=n, input_bytes=nbytes,
-                       seconds=(seconds_of := (1e-4 + nbytes * 2e-9) * rng.uniform(0.7, 1.4)),
-                       called_s=seconds_of * rng.uniform(0, 0.7))
-        for target in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") for n in (2, 4)
+        CollectiveTime(
+            target=target,
+            size=n,
+            local_size=n,
+            input_bytes=nbytes,
+            seconds=(seconds_of := (1e-4 + nbytes * 2e-9) * rng.uniform(0.7, 1.4)),
+            called_s=seconds_of * rng.uniform(0, 0.7),
+        )
+        for target in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        for n in (2, 4)
         for nbytes in (1 << 10, 1 << 14, 1 << 18)
-    ]  # fmt: skip
+    ]
     return Profile(
         device="cpu", name="made up", torch="2.13.0", source="p.db", ops=tuple(times), collectives=tuple(sent)
     )

@@ -151,11 +151,18 @@ def trace_of(
     """A trace of compute spans (phase, start, end) and bubbles."""
     made = tuple(
         Span(
-            stream=streams.COMPUTE, start_s=start, end_s=end, label="", action="", segment=0, microbatch=0, phase=phase,
+            stream=streams.COMPUTE,
+            start_s=start,
+            end_s=end,
+            label="",
+            action="",
+            segment=0,
+            microbatch=0,
+            phase=phase,
             busy_s=end - start,
         )
         for phase, start, end in spans
-    )  # fmt: skip
+    )
     return RankTrace(
         step_s=step_s,
         peak_bytes=0,

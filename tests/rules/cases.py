@@ -372,8 +372,9 @@ def elementwise_cases() -> dict[str, list[Case]]:
     angles = [((12, 1, 6, 4), (12, 1, 6, 4)), ((1, 1, 6, 4), (1, 1, 6, 4)), ((12, 2, 1, 4), (1, 1, 1, 4))]
     turned = [
         case([randn(12, 2, 6, 4), randn(*cos), randn(*sin)], "%a", "%b", "%c", transposed)
-        for cos, sin in angles for transposed in (False, True)
-    ]  # fmt: skip
+        for cos, sin in angles
+        for transposed in (False, True)
+    ]
     kinds = (":silu", ":gelu", ":gelu_tanh", ":relu")
     gates = [case([randn(4, 6, 12), randn(4, 6, 12)], "%a", "%b", kind) for kind in kinds]
     grads = [case([randn(4, 12), randn(4, 12), randn(4, 12)], "%a", "%b", "%c", kind) for kind in kinds]
@@ -463,8 +464,9 @@ def _attention_backward(call: tuple[Arg, ...], mask_grad: bool) -> Case:
     return case(
         [randn(*out.shape), q, k, v, *extra, out.contiguous(), lse],
         *("%a", "%b", "%c", "%d", *args, *rest, (0, 0, 0, 0), mask_grad),
-        rows="abcd" + args[2][1:], fixed=_NAMES[4 : 4 + len(extra)] + args[3][1:],
-    )  # fmt: skip
+        rows="abcd" + args[2][1:],
+        fixed=_NAMES[4 : 4 + len(extra)] + args[3][1:],
+    )
 
 
 def _attention_merge() -> Case:

@@ -34,7 +34,7 @@ def conv_cases() -> dict[str, list[Case]]:
         _conv_family(randn(2, 8, 3, 3), randn(8, 3, 2, 2), randn(12), (2, 2), ZEROS, ONES, True, ZEROS, 4),
         _conv_family(randn(4, 6, 8), randn(4, 6, 3), None, (1,), (1,), (1,), False, (0,), 1),
         _conv_family(randn(2, 2, 3, 3, 3), randn(4, 2, 2, 2, 2), randn(4), *CUBE, False, (0, 0, 0), 1),
-    ]  # fmt: skip
+    ]
     names = ("conv", "conv_grad_input", "conv_grad_weight")
     return {f"paraplan.{name}": [family[i] for family in families] for i, name in enumerate(names)}
 
@@ -42,9 +42,10 @@ def conv_cases() -> dict[str, list[Case]]:
 def pool_cases() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {name: [] for name in _POOLS}
     for x, window, stride, padding in (
-        (randn(4, 6, 5, 4), (3, 3), (2, 2), (1, 1)), (randn(6, 4, 4), (2, 2), (2, 2), ZEROS),
+        (randn(4, 6, 5, 4), (3, 3), (2, 2), (1, 1)),
+        (randn(6, 4, 4), (2, 2), (2, 2), ZEROS),
         (randn(2, 4, 3, 3, 4), (2, 2, 2), (1, 1, 2), (0, 0, 0)),
-    ):  # fmt: skip
+    ):
         space = tuple(x.shape[-len(window) :])
         made, indices = reference_kernels.max_pool(x, window, stride, padding, (1,) * len(window), False)
         found["paraplan.max_pool"].append(case([x], "%a", window, stride, padding, (1,) * len(window), False))
@@ -64,19 +65,26 @@ def pool_cases() -> dict[str, list[Case]]:
 _POOLS = tuple(
     f"paraplan.{name}"
     for name in (
-        "max_pool", "max_pool_grad", "avg_pool", "avg_pool_grad", "adaptive_max_pool", "adaptive_avg_pool",
+        "max_pool",
+        "max_pool_grad",
+        "avg_pool",
+        "avg_pool_grad",
+        "adaptive_max_pool",
+        "adaptive_avg_pool",
         "adaptive_avg_pool_grad",
     )
-)  # fmt: skip
+)
 
 
 def resize_cases() -> dict[str, list[Case]]:
     forward, backward = [], []
     for how, given, size, rest in (
-        ("upsample_nearest2d", (3, 4), (6, 8), (2.0, 2.0)), ("upsample_bilinear2d", (3, 4), (5, 8), (True, None, None)),
-        ("upsample_bicubic2d", (4, 4), (6, 3), (False, None, None)), ("upsample_linear1d", (4,), (6,), (False, None)),
+        ("upsample_nearest2d", (3, 4), (6, 8), (2.0, 2.0)),
+        ("upsample_bilinear2d", (3, 4), (5, 8), (True, None, None)),
+        ("upsample_bicubic2d", (4, 4), (6, 3), (False, None, None)),
+        ("upsample_linear1d", (4,), (6,), (False, None)),
         ("upsample_nearest3d", (2, 2, 3), (4, 4, 6), (None, None, None)),
-    ):  # fmt: skip
+    ):
         forward.append(case([randn(4, 6, *given)], "%a", f":{how}", size, rest))
         backward.append(case([randn(4, 6, *size)], "%a", f":{how}", size, given, rest))
     return {"paraplan.upsample": forward, "paraplan.upsample_grad": backward}
@@ -106,7 +114,8 @@ def batch_norm_cases() -> dict[str, list[Case]]:
         made = {
             "bn_squares": [case([x, mean])],
             "bn_apply": [
-                case([x, mean, rstd, w, bias]), case([x, rstd, w], "%a", None, "%b", "%c", None),
+                case([x, mean, rstd, w, bias]),
+                case([x, rstd, w], "%a", None, "%b", "%c", None),
                 case([x, mean, rstd], "%a", "%b", "%c", None, None),
             ],
             "bn_grad_affine": [case([g, x, mean, rstd])],
@@ -114,7 +123,7 @@ def batch_norm_cases() -> dict[str, list[Case]]:
                 case([g, x, mean, rstd, w, dw, db], *(f"%{n}" for n in "abcdefg"), count),
                 case([g, x, mean, rstd, dw, db], "%a", "%b", "%c", "%d", None, "%e", "%f", count),
             ],
-        }  # fmt: skip
+        }
         for name, cases in made.items():
             found.setdefault(f"paraplan.{name}", []).extend(cases)
     found["paraplan.bn_rstd"] = [case([positive(12)], "%a", 8, 1e-5)]

@@ -191,5 +191,7 @@ def test_costs_become_numbers_over_shares() -> None:
 def test_amounts_are_fitted_exactly() -> None:
     values = {frozenset(): 15.0, frozenset("a"): 11.0, frozenset("b"): 13.5, frozenset("ab"): 10.25}
     assert fit_amount(values) == (
-        WorkTerm(amount=7.0), WorkTerm(amount=5.0, dims=("a",)), WorkTerm(amount=3.0, dims=("a", "b")),
-    )  # fmt: skip
+        WorkTerm(amount=7.0),
+        WorkTerm(amount=5.0, dims=("a",)),
+        WorkTerm(amount=3.0, dims=("a", "b")),
+    )

@@ -23,9 +23,10 @@ from tests.rules.examples import Example, whole_first
 from .cases import Case, all_cases
 from .cases_float8 import float8_cases
 from .cases_indexing import more_cases
+from .cases_loops import loop_cases
 from .cases_vision import channels_last_cases, vision_cases
 
-CASES = {**all_cases(), **more_cases(), **vision_cases(), **float8_cases()}
+CASES = {**all_cases(), **more_cases(), **vision_cases(), **float8_cases(), **loop_cases()}
 for images, more in channels_last_cases().items():
     CASES[images] = [*CASES[images], *more]
 ALL = [
@@ -162,12 +163,20 @@ def test_which_ops_take_padding() -> None:
         example = Example(target, cases[0])
         dims = dims_of(example.op, example.graph.values)
         taken[target] = "-" if not dims.uneven else "all" if dims.uneven >= set(dims.sizes) else "some"
-    for target in ("aten.mm.default", "paraplan.linear_grad_weight", "paraplan.embedding", "aten.add.Tensor",
-                   "paraplan.ce_max", "paraplan.ce_grad", "paraplan.layer_norm"):  # fmt: skip
+    for target in (
+        "aten.mm.default",
+        "paraplan.linear_grad_weight",
+        "paraplan.embedding",
+        "aten.add.Tensor",
+        "paraplan.ce_max",
+        "paraplan.ce_grad",
+        "paraplan.layer_norm",
+    ):
         assert taken[target] == "all", target
     for target in ("paraplan.attention_grad", "aten.amax.default"):
         assert taken[target] == "some", target
-    for target in ("paraplan.experts", "paraplan.conv", "paraplan.group_norm", "paraplan.index", "aten.gather.default"):
+    for target in ("paraplan.experts", "paraplan.conv", "paraplan.group_norm", "paraplan.index", "aten.gather.default",
+                   "paraplan.scan"):  # fmt: skip
         assert taken[target] == "-", target
 
 
@@ -201,6 +210,7 @@ def test_partial_maxima_are_reduced_at_once() -> None:
         ),
         ("aten.relu.default", ["-", "a", "b"]),
         ("aten.add.Tensor", ["-", "a", "b", "+0.1", "+0.1>R", "+0.1>S0", "+0.1>S1"]),
+        ("paraplan.scan", ["-", "l0", "l1"]),
         ("paraplan.ce_loss", ["-", "a", "a>R", "b", "b>R"]),
         ("aten._softmax.default", ["-", "a", "c"]),
         (

@@ -99,8 +99,15 @@ def test_placements_along_the_axis() -> None:
     assert micro.values["batch:x"] == S(0)
     places = micro.segments[0].placements
     assert {name: places[name] for name in ("a", "x", "h", "y", "loss", "t", "dy", "g")} == {
-        "a": R, "x": S(0), "h": S(0), "y": S(0), "loss": P, "t": R, "dy": R, "g": R
-    }  # fmt: skip
+        "a": R,
+        "x": S(0),
+        "h": S(0),
+        "y": S(0),
+        "loss": P,
+        "t": R,
+        "dy": R,
+        "g": R,
+    }
     assert [choice.key for choice in micro.segments[0].choices] == [
         "a",
         "a",

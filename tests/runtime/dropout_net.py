@@ -32,10 +32,16 @@ class Net(nn.Module):
             hidden.append(x)
         logits = self.head(x)
         return {
-            "loss": F.cross_entropy(logits, y), "logits": logits, "hidden": tuple(hidden), "text": "no tensor",
-            "best": logits.argmax(-1), "odds": self.drop(logits).softmax(-1), "right": (logits.argmax(-1) == y).sum(),
-            "probe": self.probe(x), "spread": x.std(0),
-        }  # fmt: skip
+            "loss": F.cross_entropy(logits, y),
+            "logits": logits,
+            "hidden": tuple(hidden),
+            "text": "no tensor",
+            "best": logits.argmax(-1),
+            "odds": self.drop(logits).softmax(-1),
+            "right": (logits.argmax(-1) == y).sum(),
+            "probe": self.probe(x),
+            "spread": x.std(0),
+        }
 
 
 def net() -> Net:

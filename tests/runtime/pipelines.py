@@ -120,6 +120,9 @@ def mixed(ones: Sequence[Plan], schedule: str, bounds: Bounds) -> Plan:
         first += mesh.size
     orders = named_orders(schedule, len(ones), ones[0].num_microbatches, 1)
     return msgspec.structs.replace(
-        ones[0], cluster=ClusterSpec.local(first), stages=tuple(stages),
-        schedule=spread(complete(schedule, orders), tuple(positions)), prediction=None,
-    )  # fmt: skip
+        ones[0],
+        cluster=ClusterSpec.local(first),
+        stages=tuple(stages),
+        schedule=spread(complete(schedule, orders), tuple(positions)),
+        prediction=None,
+    )

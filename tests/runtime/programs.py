@@ -109,11 +109,19 @@ def collectives_program() -> RankProgram:
     for m in range(2):
         given, outs = all_named(f"x@{m} idle@{m}"), some_named(f"r@{m} g@{m} - z@{m} t@{m} n@{m} at@{m}")
         steps += [
-            Step(kind=StepKind.CALL, action=f"0F{m}", block="k0.0.F", args=given, outs=outs, drops=given, microbatch=m,
-                 segment=0),
+            Step(
+                kind=StepKind.CALL,
+                action=f"0F{m}",
+                block="k0.0.F",
+                args=given,
+                outs=outs,
+                drops=given,
+                microbatch=m,
+                segment=0,
+            ),
             Step(kind=StepKind.ACCUMULATE, action=f"0F{m}", args=all_named(f"total r@{m}"), microbatch=m, segment=0),
             Step(kind=StepKind.DROP, action=f"0F{m}", drops=all_named(f"g@{m} at@{m}"), microbatch=m, segment=0),
-        ]  # fmt: skip
+        ]
     outer = {}
     for m in range(2):
         outer[named(f"x@{m}")] = OuterValue(
@@ -123,10 +131,17 @@ def collectives_program() -> RankProgram:
             role=Role.BATCH, source="idle", dtype="float64", shape=(5,), layout="R", nbytes=40
         )
     return RankProgram(
-        mesh_axes=("dp",), mesh_shape=(2,), num_microbatches=2, blocks={"k0.0.F": collectives_block()}, outer=outer,
+        mesh_axes=("dp",),
+        mesh_shape=(2,),
+        num_microbatches=2,
+        blocks={"k0.0.F": collectives_block()},
+        outer=outer,
         steps=tuple(steps),
-        loss=named("total"), grads={}, optimizer_bytes=0, update_workspace_bytes=0,
-    )  # fmt: skip
+        loss=named("total"),
+        grads={},
+        optimizer_bytes=0,
+        update_workspace_bytes=0,
+    )
 
 
 def pair() -> Mesh:

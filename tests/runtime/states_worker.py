@@ -31,9 +31,13 @@ def planned(every: int, tiers: tuple[str, ...] = ("host",)) -> Plan:
         stored = tier if layouts.stored == layouts.state else ""
         fetched = tier == "disk" and index % 3 == 0
         params[name] = msgspec.structs.replace(
-            layouts, state_tier=tier, stored_tier=stored, fetched=fetched, ahead=False,
+            layouts,
+            state_tier=tier,
+            stored_tier=stored,
+            fetched=fetched,
+            ahead=False,
             grad_tier=tier if tier == "disk" and index % 4 != 1 else "",
-        )  # fmt: skip
+        )
     made = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),), bundle_bytes=4096)
     return Plan(made, verify_plan(made))
 

@@ -80,16 +80,25 @@ def test_entries_and_peak_are_exact() -> None:
     ]
     assert keys == [
         ("drop", (), 0, 40, ""),  # idle: given up and never read
-        ("all_reduce", ((4, 3),), 96, 0, "all_reduce@0"), ("all_reduce", ((4, 3),), 96, 0, "all_reduce@0"),
-        ("all_gather", ((8, 3),), 192, 0, "all_gather@0"), ("reduce_scatter", ((2, 3),), 48, 0, "reduce_scatter@0"),
-        ("aten.mul.Tensor", ((4, 3),), 96, 0, ""), ("all_to_all", ((4, 3),), 96, 0, "all_to_all@0"),
-        ("wait", ((4, 3),), 0, 0, ""), ("wait", ((4, 3),), 0, 0, ""),
+        ("all_reduce", ((4, 3),), 96, 0, "all_reduce@0"),
+        ("all_reduce", ((4, 3),), 96, 0, "all_reduce@0"),
+        ("all_gather", ((8, 3),), 192, 0, "all_gather@0"),
+        ("reduce_scatter", ((2, 3),), 48, 0, "reduce_scatter@0"),
+        ("aten.mul.Tensor", ((4, 3),), 96, 0, ""),
+        ("all_to_all", ((4, 3),), 96, 0, "all_to_all@0"),
+        ("wait", ((4, 3),), 0, 0, ""),
+        ("wait", ((4, 3),), 0, 0, ""),
         ("aten.max.dim", ((4,),), 32, 96, ""),
-        ("wait", ((8, 3),), 0, 0, ""), ("wait", ((2, 3),), 0, 96, ""), ("wait", ((4, 3),), 0, 96, ""),
-        ("permute", ((4, 3),), 96, 0, "permute@0"), ("wait", ((4, 3),), 0, 0, ""),
-        ("paraplan.shard", ((2, 3),), 48, 0, ""), ("aten.add.Tensor", ((2, 3),), 48, 96, ""),
-        ("accumulate", ((4, 3),), 0, 0, ""), ("drop", (), 0, 224, ""),
-    ]  # fmt: skip
+        ("wait", ((8, 3),), 0, 0, ""),
+        ("wait", ((2, 3),), 0, 96, ""),
+        ("wait", ((4, 3),), 0, 96, ""),
+        ("permute", ((4, 3),), 96, 0, "permute@0"),
+        ("wait", ((4, 3),), 0, 0, ""),
+        ("paraplan.shard", ((2, 3),), 48, 0, ""),
+        ("aten.add.Tensor", ((2, 3),), 48, 96, ""),
+        ("accumulate", ((4, 3),), 0, 0, ""),
+        ("drop", (), 0, 224, ""),
+    ]
     assert [entry.key for entry in first.account.entries] == [entry.key for entry in entries(program)]
     walk = MemoryWalk(program)
     predicted = max(walk.advance(step).peak for step in program.steps)

@@ -190,9 +190,14 @@ def test_the_choice_is_asked_for_by_name_and_said() -> None:
 @pytest.mark.parametrize("pins", [{"recompute": "full"}, {"pp": 2, "schedule": "searched"}])
 def test_layers_made_again_and_searched_schedules_write_buffers_once(pins: dict[str, object]) -> None:
     made = compile_plan(
-        model_of(Standard), f"local:{pins.get('pp', 1)}", example_inputs=batch(), microbatches=MICROBATCHES,
-        per_microbatch=True, precision="fp64", **pins,
-    )  # fmt: skip
+        model_of(Standard),
+        f"local:{pins.get('pp', 1)}",
+        example_inputs=batch(),
+        microbatches=MICROBATCHES,
+        per_microbatch=True,
+        precision="fp64",
+        **pins,
+    )
     hold_to_eager(made.data, Standard)
 
 

@@ -83,7 +83,7 @@ def away_inside(plan: Plan) -> Plan:
         outputs = plan.program.kinds[choice.kind].outputs
         return msgspec.structs.replace(
             choice, activations={n: fate for n, fate in choice.activations.items() if n not in outputs}
-        )  # fmt: skip
+        )
 
     stages = tuple(msgspec.structs.replace(s, choices=tuple(map(changed, s.choices))) for s in plan.stages)
     return msgspec.structs.replace(plan, stages=stages)

@@ -348,9 +348,12 @@ def test_the_planner_updates_late_where_it_may_and_that_is_faster(host_rate: flo
     prediction = plans["none"].prediction
     assert prediction is not None
     pins = Constraints(
-        offload="host", recompute="none", delayed_update=5, microbatches=1,
+        offload="host",
+        recompute="none",
+        delayed_update=5,
+        microbatches=1,
         memory_bytes=int(0.9 * max(prediction.peak_bytes)),
-    )  # fmt: skip
+    )
     best, without = (search(given, each).plan for each in (pins, msgspec.structs.replace(pins, delayed_update=None)))
     assert best.prediction is not None and without.prediction is not None
     assert best.prediction.step_s <= without.prediction.step_s
@@ -395,8 +398,10 @@ def test_the_lists_of_steps_are_parts_of_the_program() -> None:
             assert steps.brought == (*lists.ahead, *steps.after)
             left_out = [step for step in steps.after if step not in steps.again]
             assert {step.kind for step in left_out} <= {StepKind.DROP, StepKind.ACCUMULATE}
-            assert {*steps.grads} == {n for step in left_out for n in (*step.drops, *step.args[1:])} >= {
-                name for name in program.grads.values() if name not in program.outer
-            }  # fmt: skip
+            assert (
+                {*steps.grads}
+                == {n for step in left_out for n in (*step.drops, *step.args[1:])}
+                >= {name for name in program.grads.values() if name not in program.outer}
+            )
         assert lists.flush == flush_steps(program)
         assert all(step.kind is StepKind.CALL for step in lists.restoring)

@@ -145,8 +145,9 @@ def test_stacks_are_found_where_products_have_samples_too() -> None:
     model, x = Stacks().double(), torch.randn(4, 8, 8, dtype=torch.float64)
     plan = pp.compile(model, "local:2", example_inputs={"x": x}, precision="fp64", ep=2)
     assert {name: at.stored for name, at in plan.data.stages[0].params.items() if "w_" in name} == {
-        "w_in": "S0", "w_out": "S0"
-    }  # fmt: skip
+        "w_in": "S0",
+        "w_out": "S0",
+    }
     trainer = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], model)
     loss = model(x)
     loss.backward()

@@ -97,9 +97,7 @@ def test_what_goes_in_float8() -> None:
     assert forward.count("paraplan.float8_scale") == 4
     backward = [op for op in attention.graph.ops if op.phase.value == "B"]
     assert sum(op.target == "paraplan.float8_scale" for op in backward) == 3, "scales of weights are kept"
-    casts = {
-        out: op.tensors[0] for op in attention.graph.ops if "float8_cast" in op.target for out in op.outs if out
-    }  # fmt: skip
+    casts = {out: op.tensors[0] for op in attention.graph.ops if "float8_cast" in op.target for out in op.outs if out}
     read = {name for op in backward for name in op.tensors}
     first = {name for op in attention.graph.ops if op.phase.value == "F" for name in op.outs}
     kept = [name for name in read & first if name in casts]
@@ -203,11 +201,15 @@ def same_bits(plan: Plan, model: nn.Module) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("pins", "devices"),
     [
-        ({}, 1), ({"dp": 2, "zero": 1}, 2), ({"dp": 2, "zero": 3, "microbatches": 4}, 2), ({"tp": 2, "sp": True}, 2),
-        ({"pp": 2, "schedule": "1f1b", "microbatches": 4}, 2), ({"dp": 2, "zero": 3, "recompute": "full"}, 2),
+        ({}, 1),
+        ({"dp": 2, "zero": 1}, 2),
+        ({"dp": 2, "zero": 3, "microbatches": 4}, 2),
+        ({"tp": 2, "sp": True}, 2),
+        ({"pp": 2, "schedule": "1f1b", "microbatches": 4}, 2),
+        ({"dp": 2, "zero": 3, "recompute": "full"}, 2),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_weights_cast_once_a_step_change_no_bit(pins: dict[str, Any], devices: int) -> None:
     plan = compiled(net(), f"local:{devices}", example_inputs=batch(), precision="fp8", **pins).data
     each, once = same_bits(plan, net())

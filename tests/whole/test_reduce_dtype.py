@@ -144,9 +144,13 @@ def captured(precision: str) -> Program:
 def test_random_plans(precision: str, reduce_dtype: str, seed: int) -> None:
     """Any layouts, microbatches and recomputation; nothing of a gradient is summed in another dtype."""
     job = Job(
-        captured(precision), ClusterSpec.local(2 + 2 * (seed % 2)), OPTIMIZERS["adamw"], ModelRef(display="net"), {},
+        captured(precision),
+        ClusterSpec.local(2 + 2 * (seed % 2)),
+        OPTIMIZERS["adamw"],
+        ModelRef(display="net"),
+        {},
         reduce_dtype=reduce_dtype,
-    )  # fmt: skip
+    )
     plan = random_plan(job, seed)
     programs = verify_plan(plan)
     found = summed_in(programs)
@@ -164,11 +168,12 @@ def test_random_plans(precision: str, reduce_dtype: str, seed: int) -> None:
     "pins",
     [
         {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-h1", "microbatches": 4},
-        {"pp": 2, "dp": 2, "zero": 2, "microbatches": 2}, {"dp": 2, "zero": 2, "offload_states": "disk-grads"},
+        {"pp": 2, "dp": 2, "zero": 2, "microbatches": 2},
+        {"dp": 2, "zero": 2, "offload_states": "disk-grads"},
         {"dp": 2, "zero": 1, "recompute": "full"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_in_pipelines_and_with_states_away(pins: dict[str, Any], reduce_dtype: str) -> None:
     """Weight gradients apart from input gradients, gradients that leave once reduced: as predicted, as on one."""
     plan = planned(pins["dp"] * pins.get("pp", 1), "bf16", reduce_dtype, **pins)
@@ -216,8 +221,8 @@ def test_bytes_on_the_wire_are_priced(zero: int, where: str) -> None:
     comm_s = {}
     for reduce_dtype in ("bf16", "fp32", None):
         plan = pp.compile(
-            model, "8xH100", example_inputs=x, precision="bf16", reduce_dtype=reduce_dtype, dp=8, zero=zero,
-        )  # fmt: skip
+            model, "8xH100", example_inputs=x, precision="bf16", reduce_dtype=reduce_dtype, dp=8, zero=zero
+        )
         dtype = {"bf16": BF16, "fp32": FP32, None: FP32 if zero == 1 else BF16}[reduce_dtype]
         assert summed_in(plan.programs) == {where: {dtype}}
         assert plan.certificate is not None and plan.certificate.bound_s <= plan.prediction.step_s

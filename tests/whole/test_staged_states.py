@@ -75,12 +75,14 @@ def test_staging_changes_nothing(states: str, precision: str) -> None:
     (stage,) = device.stages
     params = {
         name: msgspec.structs.replace(
-            layouts, ahead=False, state_tier=("", "host", states if states == "disk" else "host")[index % 3],
+            layouts,
+            ahead=False,
+            state_tier=("", "host", states if states == "disk" else "host")[index % 3],
             fetched=states == "fetched" and index % 3 == 2,
             grad_tier="" if index % 6 != 5 else states if states == "disk" else "host",
         )
         for index, (name, layouts) in enumerate(stage.params.items())
-    }  # fmt: skip
+    }
     mixed = in_runs(msgspec.structs.replace(device, stages=(msgspec.structs.replace(stage, params=params),)))
     wanted, found = (trained(plan, "gpt2", torch.optim.AdamW, lr=1e-3) for plan in (device, mixed))
     assert relative_error(found.params(), wanted.params()) <= (1e-11 if precision == "fp64" else 0.0)

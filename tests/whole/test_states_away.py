@@ -39,9 +39,14 @@ def batches() -> list[Batch]:
 @cache
 def planned(states: str, optimizer: str) -> pp.Plan:
     return pp.compile(
-        model(), "local:1", example_inputs=batches()[0], loss_fn=loss_of, precision="fp64", offload_states=states,
+        model(),
+        "local:1",
+        example_inputs=batches()[0],
+        loss_fn=loss_of,
+        precision="fp64",
+        offload_states=states,
         optimizer=optimizer,
-    )  # fmt: skip
+    )
 
 
 def executable(states: str, optimizer: str = "adamw", **options: Any) -> Any:

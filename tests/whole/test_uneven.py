@@ -36,10 +36,19 @@ def gpt2(vocabulary: int = 107, width: int = 35, batch: int = 9, seq: int = 15, 
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=2, n_embd=width, n_head=7 if width % 7 == 0 else 4, n_inner=4 * width - 1, vocab_size=vocabulary,
-        n_positions=40, bos_token_id=None, eos_token_id=None, use_cache=False, resid_pdrop=dropout, embd_pdrop=dropout,
+        n_layer=2,
+        n_embd=width,
+        n_head=7 if width % 7 == 0 else 4,
+        n_inner=4 * width - 1,
+        vocab_size=vocabulary,
+        n_positions=40,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
         attn_pdrop=dropout,
-    )  # fmt: skip
+    )
     tokens, labels = (torch.randint(0, vocabulary, (batch, seq)) for _ in range(2))
     tokens[0, 0] = labels[0, 1] = vocabulary - 1
     labels[1, : seq // 2] = -100
@@ -52,9 +61,16 @@ def vit() -> Small:
 
     torch.manual_seed(0)
     config = ViTConfig(
-        hidden_size=36, num_hidden_layers=2, num_attention_heads=4, intermediate_size=71, image_size=28, patch_size=4,
-        num_labels=22, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=36,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=71,
+        image_size=28,
+        patch_size=4,
+        num_labels=22,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.0,
+    )
     model = ViTForImageClassification(config).double().train()
     pixels, labels = torch.randn(8, 3, 28, 28, dtype=torch.float64), torch.randint(0, 22, (8,))
     return Small("vit", model, {"pixel_values": pixels, "labels": labels})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paraplan.capture.canonical import experts, float8
+from paraplan.capture.canonical import experts, float8, scan
 from paraplan.capture.canonical.canonical import ops
 
 Grads = tuple[Tensor | None, ...]
@@ -210,4 +210,4 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
 
 RANDOM = frozenset({dropout, attention_dropout, uniform})
 _PRODUCTS = frozenset({linear, matmul, batched_product, attention, attention_dropout})
-HEAVY = _PRODUCTS | {cross_entropy_sum} | experts.HEAVY | float8.HEAVY
+HEAVY = _PRODUCTS | {cross_entropy_sum} | experts.HEAVY | float8.HEAVY | scan.HEAVY

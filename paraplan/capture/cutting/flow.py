@@ -112,8 +112,8 @@ def flows(graph: fx.Graph, names: dict[fx.Node, str], trainable: Callable[[str],
 def _joined(node: fx.Node, sources: Iterable[Flow]) -> Flow:
     sources = list(sources)
     value = node.meta.get("val")
-    first = value[0] if isinstance(value, (tuple, list)) and value else value
-    floats = isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex())
+    made = value if isinstance(value, (tuple, list)) else (value,)
+    floats = any(isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()) for each in made)
     stops = node.target is torch.ops.aten.detach.default
     return Flow(
         carries=floats and not stops and any(source.carries for source in sources),

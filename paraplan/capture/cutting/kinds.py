@@ -22,7 +22,7 @@ from paraplan.ir.model.graph import Graph
 from paraplan.ir.model.program import Denominator, Output, SegmentKind
 from paraplan.kernels.torch_private import FakeTensorMode
 
-_FORMS = {**FORMS, **COMPLEX_FORMS, **INDEX_FORMS, **NORM_FORMS, **VISION_FORMS}
+ALL_FORMS = {**FORMS, **COMPLEX_FORMS, **INDEX_FORMS, **NORM_FORMS, **VISION_FORMS}
 
 
 def make_kind(
@@ -43,7 +43,7 @@ def make_kind(
         The kind, and the asides it has.
     """
     joint = trace_joint(forward, piece, mode, asides)
-    writer = OpCollector(_FORMS)
+    writer = OpCollector(ALL_FORMS)
     places = (node for node in joint.graph.nodes if node.op == "placeholder")
     params = [writer.add_input(next(places), f"p{index}") for index in range(len(piece.params))]
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.inputs))]
@@ -52,7 +52,7 @@ def make_kind(
     tangents = [
         writer.add_input(next(places), f"g{index}") if want else None for index, want in enumerate(joint.tangents)
     ]
-    results = _write_body(writer, joint.graph)
+    results = write_body(writer, joint.graph)
     outputs = [_plain(writer, next(results)) for _ in piece.outputs]
     aside_names = [_plain(writer, next(results)) for _ in asides]
     param_grads = [_grad(writer, next(results)) if want else None for want in joint.param_grads]
@@ -100,12 +100,12 @@ def _forward_graph(
 ) -> Graph:
     """The forward alone of a piece; its inputs are the piece's parameters and inputs, and the seed where it is read."""
     graph = trace_forward(piece, mode, source_of)
-    writer = OpCollector(_FORMS)
+    writer = OpCollector(ALL_FORMS)
     places = (node for node in graph.nodes if node.op == "placeholder")
     inputs = [writer.add_input(next(places), f"x{index}") for index in range(len(piece.params) + len(piece.inputs))]
     _write_constants(writer, places, forward, piece)
     seed = writer.add_input(next(places), "seed")
-    outputs = [_plain(writer, node) for node in _write_body(writer, graph)]
+    outputs = [_plain(writer, node) for node in write_body(writer, graph)]
     found = finish(writer, inputs, outputs)
     return found if not any(seed in op.tensors for op in found.ops) else finish(writer, [*inputs, seed], outputs)
 
@@ -117,7 +117,7 @@ def _write_constants(writer: OpCollector, places: Iterator[fx.Node], forward: Fo
         write_constant(writer, next(places), forward.constants[forward.names[node].split(":", 1)[1]], source)
 
 
-def _write_body(writer: OpCollector, graph: fx.Graph) -> Iterator[object]:
+def write_body(writer: OpCollector, graph: fx.Graph) -> Iterator[object]:
     """Writes all calls; yields the results."""
     for node in graph.nodes:
         if node.op == "call_function":

@@ -17,7 +17,7 @@ from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional
 from paraplan.capture.exporting.hf import eager_masks
-from paraplan.capture.exporting.recurrent import unrolled
+from paraplan.capture.exporting.recurrent import recurrent_layers
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.precision import brought_by, default_dtype
@@ -73,6 +73,7 @@ class Asked(NamedTuple):
     positional: whether tensors are given in forward's order, and not by name.
     others: arguments that are no tensors.
     keep_outputs: whether what else the model returns is kept.
+    rolled: whether loops over time are kept as loops.
     """
 
     loss_fn: LossFn | None = None
@@ -81,6 +82,7 @@ class Asked(NamedTuple):
     positional: bool = False
     others: Mapping[str, object] = {}
     keep_outputs: bool = True
+    rolled: bool = True
 
 
 class _WithLoss(nn.Module):
@@ -176,7 +178,9 @@ def export_loss(
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
             _keep_no_grad(program.graph_module)
-            program = functional(program) or program.run_decompositions({**unrolled(), **explicit()})
+            program = functional(program) or program.run_decompositions(
+                {**recurrent_layers(asked.rolled), **explicit()}
+            )
         except CaptureError:
             raise
         except Exception as fault:

@@ -1,18 +1,21 @@
-"""Recurrent layers and cells taken apart while exporting: products and gates per step, so that steps can be cut apart.
+"""Recurrent layers and cells taken apart while exporting: products and gates, in a marked loop or step by step.
 
 torch keeps `nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells as single ops in an exported graph, with a loop over time
-inside. Unrolled, every step is ordinary ops, and equal steps become segments of one kind. The products with the
-inputs are made for all steps at once, as torch's own loop does.
+inside. A long sequence is a loop that is marked (`recurrences.markers`); the steps of a short one are ordinary ops, and
+equal steps become segments of one kind. The products with the inputs are made for all steps at once, as torch's own
+loop does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP
 from paraplan.kernels.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -56,23 +59,48 @@ def _cell(step: Step, many: bool) -> Callable[..., object]:
 
 
 def _direction(
-    step: Step, x: Tensor, state: State, weights: Sequence[Tensor], biased: bool, back: bool
+    step: Step,
+    x: Tensor,
+    state: State,
+    weights: Sequence[Tensor],
+    biased: bool,
+    back: bool,
+    loops: Iterator[int] | None,
 ) -> tuple[Tensor, State]:
     """One layer in one direction over x: [time, batch, width]; the results, and the last state."""
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = (rest[0], rest[1]) if biased else (None, None)
     project = rest[2 if biased else 0] if len(rest) > (2 if biased else 0) else None
     inner = F.linear(x, w_ih, b_ih)
+    if loops is not None and x.shape[0] >= MIN_STEPS:
+
+        def one(given: Tensor, carried: State) -> State:
+            return _projected(step(given, carried, w_hh, b_hh), project)
+
+        return _marked(one, inner, state, back, next(loops))
     results = []
     for time in reversed(range(x.shape[0])) if back else range(x.shape[0]):
-        state = step(inner.select(0, time), state, w_hh, b_hh)
-        if project is not None:
-            state = (F.linear(state[0], project), *state[1:])
+        state = _projected(step(inner.select(0, time), state, w_hh, b_hh), project)
         results.append(state[0])
     return torch.stack(results[::-1] if back else results), state
 
 
-def _layers(step: Step, many: bool) -> Callable[..., tuple[Tensor, ...]]:
+def _projected(state: State, project: Tensor | None) -> State:
+    """A state with its first projected."""
+    return state if project is None else (F.linear(state[0], project), *state[1:])
+
+
+def _marked(
+    step: Callable[[Tensor, State], State], inner: Tensor, state: State, back: bool, loop: int
+) -> tuple[Tensor, State]:
+    """A direction as a marked loop over time."""
+    carried = BEGIN(list(state), loop, 0)
+    made = step(STEP(inner, 0, loop, 0), tuple(carried))
+    *ends, results = END([*made, made[0]], [], len(made), inner.shape[0], back, loop, "")
+    return results, tuple(ends)
+
+
+def _layers(step: Step, many: bool, loops: Iterator[int] | None) -> Callable[..., tuple[Tensor, ...]]:
     def layers(  # noqa: PLR0913
         x: Tensor,
         hx: Tensor | Sequence[Tensor],
@@ -96,7 +124,8 @@ def _layers(step: Step, many: bool) -> Callable[..., tuple[Tensor, ...]]:
             for way in range(ways):
                 index = layer * ways + way
                 weights = params[index * each : (index + 1) * each]
-                out, state = _direction(step, found, tuple(s[index] for s in first), weights, has_biases, way == 1)
+                begin = tuple(s[index] for s in first)
+                out, state = _direction(step, found, begin, weights, has_biases, way == 1, loops)
                 outs.append(out)
                 last.append(state)
             found = torch.cat(outs, -1) if ways == 2 else outs[0]
@@ -106,16 +135,21 @@ def _layers(step: Step, many: bool) -> Callable[..., tuple[Tensor, ...]]:
     return layers
 
 
-def unrolled() -> dict[OpOverload, Callable[..., object]]:
-    """A decomposition table of recurrent ops."""
+def recurrent_layers(rolled: bool) -> dict[OpOverload, Callable[..., object]]:
+    """A decomposition table of recurrent ops.
+
+    Args:
+        rolled: whether long sequences become marked loops.
+    """
     tanh, relu = _plain_step(torch.tanh), _plain_step(torch.relu)
+    loops = itertools.count(-1, -1) if rolled else None
     return {
         aten.lstm_cell.default: _cell(_lstm_step, True),
         aten.gru_cell.default: _cell(_gru_step, False),
         aten.rnn_tanh_cell.default: _cell(tanh, False),
         aten.rnn_relu_cell.default: _cell(relu, False),
-        aten.lstm.input: _layers(_lstm_step, True),
-        aten.gru.input: _layers(_gru_step, False),
-        aten.rnn_tanh.input: _layers(tanh, False),
-        aten.rnn_relu.input: _layers(relu, False),
+        aten.lstm.input: _layers(_lstm_step, True, loops),
+        aten.gru.input: _layers(_gru_step, False, loops),
+        aten.rnn_tanh.input: _layers(tanh, False, loops),
+        aten.rnn_relu.input: _layers(relu, False, loops),
     }

@@ -105,9 +105,9 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
             refused = fault
             continue
         per_node = inner.groups[0].devices_per_node
-        for mesh in _meshes(inner.num_devices, per_node, constraints):
-            replicas = _replicas(constraints, mesh, inner.num_devices, per_node)
-            for count in _counts(job, constraints, replicas):
+        for mesh in inner_meshes(inner.num_devices, per_node, constraints):
+            replicas = replica_counts(constraints, mesh, inner.num_devices, per_node)
+            for count in microbatch_counts(job, constraints, replicas):
                 found += _schedules(job, constraints, pp, mesh, count)
     if not found:
         raise refused or ConstraintError(
@@ -117,7 +117,7 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
     return found
 
 
-def _meshes(devices: int, per_node: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
+def inner_meshes(devices: int, per_node: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
     """Of a position: what is pinned, or one axis, and two with the inner one inside a node."""
     pinned = (constraints.mesh, constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero)
     if any(each is not None for each in pinned):
@@ -131,7 +131,7 @@ def _meshes(devices: int, per_node: int, constraints: Constraints) -> Iterator[t
         inner *= 2
 
 
-def _replicas(constraints: Constraints, mesh: tuple[int, ...], devices: int, per_node: int) -> tuple[int, ...]:
+def replica_counts(constraints: Constraints, mesh: tuple[int, ...], devices: int, per_node: int) -> tuple[int, ...]:
     """Over how many ranks the batch may be thought to be shared out: an axis inside a node may also be a tensor's."""
     if mesh:
         return (mesh[0], 1) if len(mesh) == 1 and 1 < devices <= per_node else (mesh[0],)
@@ -140,7 +140,7 @@ def _replicas(constraints: Constraints, mesh: tuple[int, ...], devices: int, per
     return (constraints.dp or max(devices // ((constraints.tp or 1) * (constraints.cp or 1)), 1),)
 
 
-def _counts(job: Job, constraints: Constraints, replicas: tuple[int, ...]) -> tuple[int, ...]:
+def microbatch_counts(job: Job, constraints: Constraints, replicas: tuple[int, ...]) -> tuple[int, ...]:
     """Microbatches, the most first."""
     if constraints.microbatches is not None:
         return (constraints.microbatches,)

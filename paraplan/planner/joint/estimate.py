@@ -13,20 +13,17 @@ plan; halves of a backward are taken to be equal; links are thought to be shared
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import msgspec
-
+from paraplan.planner.joint.at_cut import PricedPosition, deferred_bytes, recomputed, short_of, step_ended_s
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.pipeline.cuts.balanced_cuts import Short, cut_balanced
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.stage_prices import StagePrices
-from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.schedules.order_times import Ended, OrderTimes, named_times
+from paraplan.planner.schedules.order_times import OrderTimes, named_times
 from paraplan.planner.schedules.schedule_problem import StageCosts
 from paraplan.rules.time_axis import program_micro
 
@@ -120,47 +117,17 @@ class Pricer(ClosedForm):
         """What a combination comes to with its stages cut so."""
         schedule, memory = NAMED[combination.schedule], prices.memory(mesh_shape)
         whole = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
-        room = self.room(prices.workspace_bytes, combination.pp)
-        stages, over, taken = _recomputed(prices, bounds, whole, orders, room)
-        short = () if over is None else _short(prices, bounds, whole, orders, taken, room)
+        at = (PricedPosition(prices, self.room(prices.workspace_bytes, combination.pp)),) * combination.pp
+        stages, over, taken = recomputed(at, bounds, whole, orders)
+        short = () if over is None else short_of(at, bounds, whole, orders, taken)
         if over and (not schedule.splits or over > DEFERRED * self.budget):
             return _AtCut(Estimate(combination, math.inf, over, bounds, prices), short)
-        ended_s = self._ended_s(prices, bounds, stages, orders, orders.ended(stages))
+        ended_s = step_ended_s(at, bounds, stages, orders, orders.ended(stages))
         if schedule.num_replicas > 1:
             grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in orders.held)
             ended_s += self.message_s(max(grads), math.prod(mesh_shape))
         step_s = ended_s * (1 + (over or 0) / self.budget / 2)
         return _AtCut(Estimate(combination, step_s, 0, bounds, prices, taken), short)
-
-    def _ended_s(
-        self,
-        prices: StagePrices,
-        bounds: Bounds,
-        stages: Sequence[StageCosts],
-        orders: OrderTimes,
-        found: Ended,
-    ) -> float:
-        """When the last position has reduced its gradients and updated: those of a stage that hands a gradient on from
-        its last backward's end, those of the first beside it."""
-        whole = sum(prices.seconds) or 1.0
-        share = [sum(prices.seconds[slice(*bound)]) / whole for bound in bounds]
-        over_s = found.stage_s
-        ended_s = found.step_s
-        for mine in orders.held:
-            link_s = 0.0
-            for stage in sorted(mine, key=lambda stage: over_s[stage]):
-                reduce_s, parts = prices.reduce_s * share[stage], bounds[stage][1] - bounds[stage][0]
-                beside_s = stages[stage].backward_s * (parts - 1) / parts if stage == 0 else 0.0
-                link_s = max(link_s, over_s[stage] - beside_s) + reduce_s
-                link_s = max(link_s, over_s[stage] + (reduce_s / parts if stage == 0 else 0.0))
-            ended_s = max(ended_s, link_s + prices.update_s * sum(share[stage] for stage in mine))
-        return ended_s + prices.gather_s * share[0]
-
-    @staticmethod
-    def _deferred(prices: StagePrices, bound: tuple[int, int]) -> int:
-        """What a stage keeps of a microbatch between the halves of its backward."""
-        sharding = prices.sharding
-        return sum(sharding.deferred[segment.kind] for segment in sharding.job.program.segments[slice(*bound)])
 
     def _stage(
         self,
@@ -182,7 +149,7 @@ class Pricer(ClosedForm):
             send_forward_s=send_s,
             send_backward_s=send_s,
             activation_bytes=sum(memory.saved_bytes[first:stop]),
-            weight_grad_bytes=self._deferred(prices, bound) if NAMED[combination.schedule].splits else 0,
+            weight_grad_bytes=deferred_bytes(prices, bound) if NAMED[combination.schedule].splits else 0,
             fixed_bytes=memory.kept_bytes(first, stop),
         )
 
@@ -194,74 +161,3 @@ class Pricer(ClosedForm):
         kind = program.kinds[program.segments[stop - 1].kind]
         nbytes = sum(kind.graph.values[name].nbytes for name in kind.outputs)
         return self.message_s(nbytes // (combination.microbatches * size), size)
-
-
-def _recomputed(
-    prices: StagePrices, bounds: Bounds, stages: tuple[StageCosts, ...], orders: OrderTimes, room: int
-) -> tuple[tuple[StageCosts, ...], int | None, tuple[int, ...]]:
-    """Stages with as much recomputed as fits.
-
-    Args:
-        prices, bounds, stages: of the sharding, the cut and its stages, nothing recomputed.
-        orders: of the schedule.
-        room: bytes a position may hold.
-    Returns:
-        the stages; None where nothing had to be, 0 where that fits, else the bytes that are missing; what each segment
-        takes, () where nothing had to be.
-    """
-    found, missing, any_over = list(stages), 0, False
-    taken = [0] * len(prices.options)
-    saved, deferred = [each.activation_bytes for each in stages], [each.weight_grad_bytes for each in stages]
-    for position, mine in enumerate(orders.held):
-        left = room - sum(stages[stage].fixed_bytes for stage in mine)
-        if orders.waiting_bytes(position, saved, deferred) <= left:
-            continue
-        any_over = True
-        for price in prices.per_byte:
-            best = [_best(options, price) for options in prices.sharding.options]
-            for stage in mine:
-                for i in range(*bounds[stage]):
-                    taken[i] = best[prices.sharding.job.program.segments[i].kind]
-                saved[stage] = sum(prices.options[i][taken[i]].saved_bytes for i in range(*bounds[stage]))
-            over = orders.waiting_bytes(position, saved, deferred) - left
-            if over <= 0:
-                break
-        missing = max(missing, over)
-        for stage in mine:
-            extra = sum(prices.options[i][taken[i]].extra_s for i in range(*bounds[stage]))
-            was = stages[stage]
-            found[stage] = msgspec.structs.replace(
-                was,
-                backward_s=was.backward_s + extra,
-                input_grad_s=was.input_grad_s + extra,
-                activation_bytes=saved[stage],
-            )
-    return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
-
-
-def _short(
-    prices: StagePrices,
-    bounds: Bounds,
-    stages: Sequence[StageCosts],
-    orders: OrderTimes,
-    taken: Sequence[int],
-    room: int,
-) -> tuple[Short, ...]:
-    """What memory makes of positions' loads: of one that is over, what it makes again for every byte it is over by; of
-    one that is not, were it to be, the least of others'. `stages` recompute nothing, `taken` is what they have to."""
-    peaks = orders.peak_bytes(tuple(stages))
-    own_s = [sum(sum(prices.seconds[slice(*bounds[stage])]) for stage in mine) or 1.0 for mine in orders.held]
-    again = []
-    for position, mine in enumerate(orders.held):
-        extra = sum(prices.options[i][taken[i]].extra_s for s in mine for i in range(*bounds[s])) if taken else 0.0
-        again.append(extra / max(peaks[position] - room, 1))
-    least = min((each for each in again if each > 0), default=max(prices.per_byte))
-    return tuple(
-        Short(peak / own, float(room), each or least) for peak, own, each in zip(peaks, own_s, again, strict=True)
-    )
-
-
-def _best(options: Sequence[RematOption], price: float) -> int:
-    """The number of the option that takes least at a price per byte."""
-    found = ((each.extra_s + price * each.saved_bytes, each.saved_bytes) for each in options)
-    return min(enumerate(found), key=lambda each: each[1])[0]

@@ -4,7 +4,8 @@ After some action a position of a schedule has the most forwards behind it whose
 stage is then (`fullest`). Which stage a segment is in is free, but not wholly so: where no position may take longer
 than a limit, segments from its first on fill positions from the front, or from the back, no faster than that limit, so
 that each has an earliest and a latest position, and waits at least as often as the least of the stages between
-(`waiting`). Where a position has several stages they are taken to be cut evenly, but for one stage more or less.
+(`waiting`). Where a position has several stages they are taken to be cut evenly, but for so many stages more or less
+(`spread`): each segment is that near to the stage its middle is in where stages take equal shares.
 """
 
 from __future__ import annotations
@@ -43,19 +44,22 @@ def most_at_once(orders: Orders) -> int:
     return most
 
 
-def waiting(counts: Sequence[int], seconds: Sequence[float], limit_s: float | None) -> list[int] | None:
+def waiting(
+    counts: Sequence[int], seconds: Sequence[float], limit_s: float | None, spread: int = 1
+) -> list[int] | None:
     """Per segment, in how many microbatches it waits at least.
 
     Args:
         counts: per stage (see `fullest`).
-        seconds: per segment, what a microbatch takes at least.
+        seconds: per segment, what a microbatch takes at least; where stages are cut evenly, what they are even by.
         limit_s: what a position, of one stage, may take of a microbatch; None where stages are cut evenly.
+        spread: stages that a segment may be off an even cut.
     Returns:
         None where no cut keeps the limit.
     """
     if limit_s is None:
-        stages = _even(seconds, len(counts))
-        near = [range(max(stage - 1, 0), min(stage + 2, len(counts))) for stage in stages]
+        stages = even_stages(seconds, len(counts))
+        near = [range(max(stage - spread, 0), min(stage + spread + 1, len(counts))) for stage in stages]
     else:
         earliest = _filled(seconds, limit_s)
         latest = [len(counts) - 1 - back for back in reversed(_filled(seconds[::-1], limit_s))]
@@ -63,6 +67,17 @@ def waiting(counts: Sequence[int], seconds: Sequence[float], limit_s: float | No
             return None
         near = [range(first, last + 1) for first, last in zip(earliest, latest, strict=True)]
     return [min(counts[stage] for stage in each) for each in near]
+
+
+def spread_of(cut: Sequence[tuple[int, int]], seconds: Sequence[float]) -> int:
+    """How many stages a segment is off an even cut, at most.
+
+    Args:
+        cut: per stage, its segments [first, stop).
+        seconds: per segment, what stages are even by.
+    """
+    even = even_stages(seconds, len(cut))
+    return max(abs(stage - even[at]) for stage, (first, stop) in enumerate(cut) for at in range(first, stop))
 
 
 def _filled(seconds: Sequence[float], limit_s: float) -> list[int]:
@@ -76,7 +91,7 @@ def _filled(seconds: Sequence[float], limit_s: float) -> list[int]:
     return found
 
 
-def _even(seconds: Sequence[float], count: int) -> list[int]:
+def even_stages(seconds: Sequence[float], count: int) -> list[int]:
     """Per segment, the stage its middle is in where stages take equal shares."""
     whole, before, found = sum(seconds) or 1.0, 0.0, []
     for each_s in seconds:

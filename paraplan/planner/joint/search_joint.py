@@ -143,14 +143,17 @@ class JointSearch:
         With its own certificate where that is nothing, where the schedule is searched (its orders are no named one's),
         and where the plan is outside of the space and faster.
         """
-        if self.job.compiled or self.constraints.schedule == SEARCHED:
-            return best
-        bound = SpaceBound(self.job, self.constraints, self.budget, self.pricing.position, self.pricing.way_of)
+        if self.job.compiled or self.constraints.schedule == SEARCHED or len(self.job.cluster.groups) > 1:
+            return best  # positions of other groups may be faster than those of the first, of which the bound is
+        cut = [(stage.first, stage.stop) for stage in best.stages]
+        bound = SpaceBound(self.job, self.constraints, self.budget, self.pricing.position, self.pricing.way_of, cut)
         stop = time.perf_counter() + max(PROVED_SHARE * self.deadline.limit_s, 1.0)
         self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
         bound_s, mesh = bound.bound_s(listed, self.best_s, stop), best.stages[0].mesh.shape
         is_listed = any(each.mesh in ((), mesh) and each.microbatches == best.num_microbatches for each in listed)
-        return certified_in_space(best, bound_s, len(listed)) if is_listed or bound_s <= self.best_s else best
+        if is_listed or bound_s <= self.best_s:
+            return certified_in_space(best, bound_s, len(listed), bound.spread)
+        return best
 
     def _plan_usual(self, one_stage: OneStage) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster."""

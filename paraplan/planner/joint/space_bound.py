@@ -22,14 +22,17 @@ until the lowest needs no more or time is up; whatever the time, the least of th
 
 Left out, so that the bound holds whatever is done: reductions of gradients in every microbatch, messages between
 positions, what calls hold for a moment. Assumed: an op takes no less time in total when its samples or its work are
-divided up further, and where positions have several stages, these are cut evenly but for one; the scope says so.
+divided up further, and where positions have several stages, these are cut evenly but for one, or for as many as the
+best plan is; the scope says so.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,7 +42,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.cut_bounds import filled_s, shared_s
-from paraplan.planner.joint.in_flight import fullest, most_at_once, waiting
+from paraplan.planner.joint.in_flight import even_stages, fullest, most_at_once, spread_of, waiting
 from paraplan.planner.joint.relaxations import Activations, Position, Tangent, kept_bytes, next_price, segments_s
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -122,6 +125,10 @@ class SpaceBound:
         budget: bytes a device may hold.
         position: of a combination: the job on a position's devices, what is pinned there, and the mesh.
         way: of a combination, what those alike have in common, and the samples of its microbatches.
+        cut: per stage of the best plan, its segments [first, stop); none where it is of no matter.
+
+    Attributes:
+        spread: stages that a segment may be off an even cut, where positions have several.
     """
 
     def __init__(
@@ -131,8 +138,11 @@ class SpaceBound:
         budget: int,
         position: Where,
         way: Callable[[Combination], tuple[object, float]],
+        cut: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.job, self.constraints, self.budget, self.where, self.way = job, constraints, budget, position, way
+        self.cut, self.spread = cut, 1
+        self._even_by: Sequence[float] = ()
         self._positions: dict[object, Position | None] = {}
         self._least: dict[object, Least] = {}
         self._flying: dict[object, Flying | None] = {}
@@ -156,6 +166,8 @@ class SpaceBound:
         largest = {way: max(found, key=lambda pair: (pair[0], pair[1].pp))[1] for way, found in ways.items()}
         alike = {self.way(each): each for each in sorted(listed, key=lambda each: each.pp)}
         undivided = self._undivided(max(samples for found in ways.values() for samples, _ in found))
+        self._even_by = undivided(listed[0]).each_s
+        self.spread = max(spread_of(self.cut, self._even_by), 1) if len(self.cut) > 1 else 1
 
         def like(each: Combination, other: Combination) -> Least:
             return self._like(each, other) or undivided(each)
@@ -199,12 +211,17 @@ class SpaceBound:
         return math.inf if flying is None else count // replicas * sum(least.round_s) / flying.at_once
 
     def _idle_s(self, combination: Combination, least: Least) -> float:
-        """What positions are idle for, on the average: before the lowest stage of each lies a segment a stage at least,
-        which a first microbatch passes, and a last where backwards are whole."""
-        pp, passing = combination.pp, _passing_s(combination, least)
+        """What positions are idle for, on the average: a first microbatch passes what lies before the lowest stage of
+        each, and a last one on its way back where backwards are whole. That is a segment a stage at least, and where
+        stages are cut evenly, all that no such cut has so late."""
+        pp, before = combination.pp, [0.0, *itertools.accumulate(_passing_s(combination, least))]
         both = NAMED[combination.schedule].num_replicas > 1
         lowest = [min(p, pp - 1 - p) if both else p for p in range(pp)]
-        return sum(sum(passing[:stage]) for stage in lowest) / pp
+        surely = list(lowest)
+        if both or combination.each > 1:
+            even = even_stages(self._even_by or least.each_s, pp * combination.each)
+            surely = [bisect_left(even, stage - self.spread) for stage in lowest]
+        return sum(before[max(each)] for each in zip(lowest, surely, strict=True)) / pp
 
     def flying(self, combination: Combination) -> Flying | None:
         """How many microbatches are in flight in a combination; None where its schedule does not exist."""
@@ -246,7 +263,8 @@ class SpaceBound:
             return None
         is_cut_freely = combination.each == 1 and NAMED[combination.schedule].num_replicas == 1
         limit_s = best_s / combination.microbatches if is_cut_freely else None
-        waits = waiting(flying.fullest, least.each_s, limit_s)
+        seconds = least.each_s if is_cut_freely else self._even_by or least.each_s
+        waits = waiting(flying.fullest, seconds, limit_s, self.spread)
         for segment, count in zip(self.job.program.segments, waits or (), strict=waits is not None):
             counts[segment.kind] += count
         return None if waits is None else counts

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Realised, realised
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
 
 AT_EVERY_USE = "; weights cast at every use"
 """Of what a bound is where weights are cast once."""
 
 
-def cast_once(made: Realised, budget_bytes: int) -> Realised:
+def cast_once(made: Realised, budget: Budget) -> Realised:
     """The plan with held casts, where it is faster so and fits."""
     plan = made.plan
     if plan.program.precision != "fp8" or plan.memory_actions is not None:
         return made
     tried = realised(msgspec.structs.replace(plan, hold_casts=True))
     faster = tried.simulation.step_s < made.simulation.step_s * (1 - 1e-9)
-    return tried if faster and tried.peak_bytes <= budget_bytes and tried.over_bytes == made.over_bytes else made
+    return tried if faster and tried.left_bytes(budget) >= 0 and tried.over_bytes == made.over_bytes else made

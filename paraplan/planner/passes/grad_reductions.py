@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Realised, realised
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
 from paraplan.ir.execution.rank_program import BlockRole, StepKind
 from paraplan.ir.machine.mesh import P, parse_layout
 from paraplan.ir.model.program import trained_params
@@ -34,24 +34,24 @@ WORTH = 0.005
 """Share of a step that communication is waited for, from which on it is asked whether reductions can wait longer."""
 
 
-def reducing(made: Realised, budget_bytes: int) -> Realised:
+def reducing(made: Realised, budget: Budget) -> Realised:
     """The plan with gradients reduced after as many microbatches, and as many at a time, as memory allows and is
     faster."""
     worth = WORTH_ROOM if made.plan.reducing_bytes else WORTH
     if made.simulation.exposed_comm_s < worth * made.simulation.step_s:
         return made
-    best = _first_that_fits(made, more_under_way(made.plan, made.peak_bytes, budget_bytes), budget_bytes)
+    best = _first_that_fits(made, more_under_way(made.plan, made.left_bytes(budget)), budget)
     if _reduces_often(made):
         for plan in grouped(made.plan):
-            best = _first_that_fits(best, _under_way(plan), budget_bytes)
+            best = _first_that_fits(best, _under_way(plan), budget)
     return best
 
 
-def _first_that_fits(made: Realised, plans: Iterable[Plan], budget_bytes: int) -> Realised:
+def _first_that_fits(made: Realised, plans: Iterable[Plan], budget: Budget) -> Realised:
     """The first of these plans that fits where that is faster, else what there is."""
     for plan in plans:
         tried = realised(plan)
-        if tried.peak_bytes <= budget_bytes:
+        if tried.left_bytes(budget) >= 0:
             return tried if tried.simulation.step_s < made.simulation.step_s * (1 - GAIN) else made
     return made
 
@@ -97,20 +97,19 @@ def _under_way(plan: Plan) -> Iterator[Plan]:
     return (msgspec.structs.replace(plan, reducing_bytes=most) for most in (whole, 0))
 
 
-def more_under_way(plan: Plan, peak_bytes: int, budget_bytes: int) -> Iterator[Plan]:
+def more_under_way(plan: Plan, left_bytes: int) -> Iterator[Plan]:
     """The plan with more reductions under way, most first; nothing where no gradient is left to reduce.
 
     Args:
         plan: finished.
-        peak_bytes: what it peaks at.
-        budget_bytes: what a device may hold.
+        left_bytes: what the fullest device leaves free.
     """
     if plan.memory_actions is not None or not any(map(_reduces, plan.stages)):
         return
     whole = sum(8 * plan.program.params[name].spec.numel for name in trained_params(plan.program))
     yield msgspec.structs.replace(plan, reducing_bytes=whole)
-    if (room := budget_bytes - peak_bytes) > 0:
-        yield msgspec.structs.replace(plan, reducing_bytes=min(room, whole))
+    if left_bytes > 0:
+        yield msgspec.structs.replace(plan, reducing_bytes=min(left_bytes, whole))
 
 
 def _reduces(stage: Stage) -> bool:

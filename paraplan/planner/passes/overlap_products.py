@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Realised, realised
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
 from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.plan import KindChoice, Plan, Stage
@@ -26,12 +26,12 @@ from paraplan.rules.strategies import Strategy, dims_of, is_expanded, strategy_n
 from paraplan.rules.time_axis import KindMicro, program_micro
 
 
-def overlapped(made: Realised, most: int, budget_bytes: int) -> Realised:
+def overlapped(made: Realised, most: int, budget: Budget) -> Realised:
     """The plan with products in the pieces, at most so many, that make it fastest."""
     best = made
     for count in piece_counts(most):
         tried = realised(in_pieces(made.plan, count))
-        if tried.simulation.step_s < best.simulation.step_s and tried.peak_bytes <= budget_bytes:
+        if tried.simulation.step_s < best.simulation.step_s and tried.left_bytes(budget) >= 0:
             best = tried
     return best
 
@@ -40,7 +40,7 @@ def in_pieces(plan: Plan, count: int) -> Plan:
     """The plan with products in so many pieces, where they can; the plan itself where none can."""
     micro = program_micro(plan.program, plan.num_microbatches)
     stages = []
-    boundary = _boundary(plan, micro.segments)
+    boundary = boundary_layouts(plan, micro.segments)
     for stage in plan.stages:
         first = {choice: stage.first + at for at, choice in reversed([*enumerate(stage.segment_choice)])}
         choices = tuple(
@@ -137,7 +137,7 @@ def _over_rows(
     return Pieces(collective, rows[place.dim], count)
 
 
-def _boundary(plan: Plan, micros: tuple[KindMicro, ...]) -> dict[str, Layout]:
+def boundary_layouts(plan: Plan, micros: tuple[KindMicro, ...]) -> dict[str, Layout]:
     """Layouts, on the extended mesh, that values between segments are made in; of their gradients as "d:" and name."""
     program, found = plan.program, dict[str, Layout]()
     for stage in plan.stages:

@@ -93,7 +93,18 @@ def rescheduled(plan: Plan, schedule: Schedule, holders: Sequence[Sequence[int]]
         Mesh(axes=like.axes, shape=like.shape, devices=tuple(range(p * size, (p + 1) * size)))
         for p in range(num_positions)
     ]
-    placed = spread(schedule, tuple(rank // size for rank in range(size * num_positions)))
+    return on_meshes(plan, schedule, holders, meshes)
+
+
+def on_meshes(plan: Plan, schedule: Schedule, holders: Sequence[Sequence[int]], meshes: Sequence[Mesh]) -> Plan:
+    """As `rescheduled`, on given meshes.
+
+    Args:
+        plan, schedule, holders: as there.
+        meshes: per position; together all devices of the cluster, each once.
+    """
+    position_of = {device: position for position, mesh in enumerate(meshes) for device in mesh.devices}
+    placed = spread(schedule, tuple(position_of[rank] for rank in range(len(position_of))))
     stages = tuple(
         msgspec.structs.replace(stage, mesh=meshes[each[0]], replicas=tuple(meshes[p] for p in each[1:]))
         for stage, each in zip(plan.stages, holders, strict=True)

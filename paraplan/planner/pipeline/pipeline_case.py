@@ -130,7 +130,7 @@ class PipelineCase:
         return recomputing(
             kept,
             lambda fates: self._priced(sharding, bounds, fates, kept.plan.reduce_every),
-            sharding.options,
+            lambda _: sharding.options,
             self.budget,
             taken,
         )
@@ -224,8 +224,8 @@ def of_few_microbatches(case: PipelineCase) -> PipelineCase | None:
     few = positions * (FILLED if case.num_stages == positions else FILLED_BY_MANY)
     if positions == 1 or micros <= SAVED * few or program.buffer_updates or case.tail < len(program.segments):
         return None
-    if case.constraints.delayed_update is not None:
-        return None
+    if case.constraints.delayed_update is not None or case.schedule.num_replicas > 1:
+        return None  # whose groups share all microbatches out
     try:
         orders = named_orders(name, positions, few, case.num_stages // positions)
     except ConstraintError:

@@ -14,11 +14,12 @@ Limits: activations are recomputed, not offloaded; a heuristic as to which micro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Realised
+from paraplan.cost_models.realised_plan import Budget, Realised
 from paraplan.ir.execution.schedule import ActionKind, Schedule, parse_action
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
@@ -38,13 +39,15 @@ Activations = tuple[dict[str, str], ...]
 Make = Callable[[Activations], Realised]
 Cell = tuple[int, ...]
 """The stages of a position."""
+Options = Sequence[tuple[RematOption, ...]]
+"""Per kind, what an instance may do, most bytes saved first."""
 
 
 def recomputing(
     kept: Realised,
     make: Make,
-    options: Sequence[tuple[RematOption, ...]],
-    budget_bytes: float,
+    options_of: Callable[[Cell], Options],
+    budget: Budget,
     begun: Sequence[int] = (),
 ) -> Realised:
     """The pipeline with as little recomputed as fits, or the one that comes closest.
@@ -52,19 +55,21 @@ def recomputing(
     Args:
         kept: a pipeline that keeps everything, or recomputes what `begun` says.
         make: simulates the same pipeline with other activations, per segment.
-        options: per kind, what an instance may do, most bytes saved first.
-        budget_bytes: of a device.
+        options_of: what a position's segments may do.
+        budget: what devices may hold.
         begun: per segment, the option it takes already; () for the first of each. Where some position is over then,
             those that have room take less.
     """
     program, stages = kept.plan.program, kept.plan.stages
     segments = {cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept.plan)}
     taken = dict(enumerate(begun or [0] * len(program.segments)))
+    options_at = {i: options_of(cell)[program.segments[i].kind] for cell, here in segments.items() for i in here}
     made = least = kept
+    held_bytes = _budgets(kept, budget)
     flying = {cell: in_flight(kept.plan.schedule, cell) for cell in segments}
     worth, lessened = dict(flying), dict[Cell, tuple[float, float]]()
     for round_ in range(ROUNDS):
-        over = _over(made, budget_bytes)
+        over = _over(made, budget)
         for cell, (was_over, less_saved) in lessened.items():
             took = (was_over - over[cell]) / less_saved
             worth[cell] = min(max(took, LEAST_FLYING * flying[cell]), flying[cell])
@@ -74,22 +79,22 @@ def recomputing(
         before = dict(taken)
         for cell, excess in over.items():
             here = segments[cell]
-            loosened = begun and not round_ and excess < -LOOSE * budget_bytes and any(taken[i] for i in here)
+            loosened = begun and not round_ and excess < -LOOSE * held_bytes[cell] and any(taken[i] for i in here)
             if excess > 0 or loosened:
-                saved = sum(options[program.segments[i].kind][taken[i]].saved_bytes for i in here)
-                allowed = saved - (excess + (LOOSE if loosened else round_ * MARGIN) * budget_bytes) / worth[cell]
+                saved = sum(options_at[i][taken[i]].saved_bytes for i in here)
+                allowed = saved - (excess + (LOOSE if loosened else round_ * MARGIN) * held_bytes[cell]) / worth[cell]
                 part = msgspec.structs.replace(program, segments=tuple(program.segments[i] for i in here))
-                chosen = choose(part, options, allowed)
-                leanest = [len(options[program.segments[i].kind]) - 1 for i in here]
+                chosen = choose(part, options_of(cell), allowed)
+                leanest = [len(options_at[i]) - 1 for i in here]
                 taken |= dict(zip(here, leanest if chosen is None else chosen, strict=True))
-                less = saved - sum(options[program.segments[i].kind][taken[i]].saved_bytes for i in here)
+                less = saved - sum(options_at[i][taken[i]].saved_bytes for i in here)
                 if less > 0:
                     lessened[cell] = excess, less
         if taken == before:
             break
-        made = make(tuple(options[program.segments[i].kind][taken[i]].activations for i in sorted(taken)))
-        least = min(least, made, key=lambda each: each.peak_bytes)
-    return made if made.peak_bytes <= budget_bytes else least
+        made = make(tuple(options_at[i][taken[i]].activations for i in sorted(taken)))
+        least = max(least, made, key=lambda each: each.left_bytes(budget))
+    return made if made.left_bytes(budget) >= 0 else least
 
 
 def in_flight(schedule: Schedule, stages: Sequence[int]) -> float:
@@ -110,11 +115,23 @@ def _cells(plan: Plan) -> list[Cell]:
     return list(dict.fromkeys(holding.stages for holding in holdings(plan)))
 
 
-def _over(made: Realised, budget_bytes: float) -> dict[Cell, float]:
+def _over(made: Realised, budget: Budget) -> dict[Cell, float]:
     """Per position, the bytes its fullest ranks are over the budget; of positions with the same stages, the most."""
-    plan = made.plan
-    held, found = holdings(plan), dict.fromkeys(_cells(plan), -budget_bytes)
-    for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
+    plan, found = made.plan, dict[Cell, float]()
+    held = holdings(plan)
+    for actions, over in zip(plan.schedule.classes, made.over_budget_bytes(budget), strict=True):
         cell = held[group_of_class(plan, held, actions)].stages
-        found[cell] = max(found[cell], peak - budget_bytes)
+        found[cell] = max(found.get(cell, -math.inf), over)
+    return {cell: found[cell] for cell in _cells(plan)}
+
+
+def _budgets(made: Realised, budget: Budget) -> dict[Cell, float]:
+    """Per position, what each of its devices may hold."""
+    plan = made.plan
+    if isinstance(budget, int):
+        return dict.fromkeys(_cells(plan), budget)
+    found: dict[Cell, float] = {}
+    for holding in holdings(plan):
+        least = min(budget[device] for device in holding.mesh.devices)
+        found[holding.stages] = min(found.get(holding.stages, least), least)
     return found

@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 from paraplan.ir.execution.rank_program import SUM, LocalValue
 from paraplan.ir.machine.kernel_choice import OpCall, offered
+from paraplan.ir.model.scan import SCAN, scan_of
 from paraplan.ir.model.strides import is_contiguous, view_strides
 from paraplan.rules.layers.float8 import filled
+from paraplan.rules.workspace import loop_workspace
 from paraplan.rules.workspace.workspace import unmerged
 
 _RESERVES = frozenset({"aten.empty.memory_format"})
@@ -110,5 +112,6 @@ _COMPOSED: dict[str, Callable[[OpCall], int]] = {
     "paraplan.route_add": _always(2),
     "paraplan.route_here": _always(8),
     "paraplan.route_plan": _always(9),
+    SCAN: lambda call: loop_workspace.launches(scan_of(call.args)),
     "paraplan.unpack_stacked": _unpack_stacked,
 }

@@ -25,6 +25,7 @@ from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, decode_num
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.process.memo import SESSION
 from paraplan.kernels import gpu, reference_kernels
+from paraplan.kernels.scan_kernels import scan
 from paraplan.runtime.executing.products_into import linear_grad_weight_, linear_into_, linear_rows
 from paraplan.runtime.optimizers.grad_norms import magnitude
 from paraplan.runtime.transport.tier_copies import Copier, TierTensor
@@ -239,9 +240,7 @@ def bring(away: TierTensor, tier: str, copier: Copier) -> Tensor:
     """Begins to copy what lives on a tier to the device.
 
     Args:
-        away: what lives there.
-        tier: which.
-        copier: of the rank.
+        away, tier, copier: as of `prefetch`.
     """
     return copier.bring(away, tier)
 
@@ -250,9 +249,7 @@ def lift(away: TierTensor, tier: str, copier: Copier) -> TierTensor:
     """Begins to copy a tensor from disk to the host's memory.
 
     Args:
-        away: on disk.
-        tier: which it is copied from.
-        copier: of the rank.
+        away, tier, copier: as of `prefetch`.
     """
     return copier.lift(away, tier)
 
@@ -334,7 +331,11 @@ _OWN: dict[str, Callable[..., Any]] = {
 LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
 """The functions above, which lowering itself adds; all they ever make are their results."""
 
-_WORKING: dict[str, Callable[..., Any]] = {"magnitude": magnitude, "linear_grad_weight_": linear_grad_weight_}
+_WORKING: dict[str, Callable[..., Any]] = {
+    "magnitude": magnitude,
+    "linear_grad_weight_": linear_grad_weight_,
+    "scan": scan,
+}
 """Likewise, with workspace."""
 
 

@@ -186,10 +186,11 @@ def test_rules_are_kept_and_never_trusted_blindly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wrong = (
-        ("{", "is not used"), (text.replace('"version":6', '"version":1'), "is version 1"),
+        ("{", "is not used"),
+        (text.replace('"version":6', '"version":1'), "is version 1"),
         (text.replace('"sizes":{"a":8', '"sizes":{"a":5'), "do not divide"),
         (text.replace('"source"', '"code":"import os","source"'), "unknown field"),
-    )  # fmt: skip
+    )
     for broken, said in wrong:
         cache_path().write_text(broken)
         with pytest.warns(UserWarning) as told:
@@ -262,9 +263,11 @@ def test_the_gradient_of_a_segment_reduction_is_not_sharded_over_lengths() -> No
     values |= {"n": TensorSpec("int64", (4,)), "out": TensorSpec("float64", (16, 8))}
     for how in ("sum", "mean", "max"):
         op = Op(
-            target="aten._segment_reduce_backward.default", args=("%v0", "%v1", "%v2", ":" + how),
-            kwargs={"lengths": "%n", "axis": 0}, outs=("out",),
-        )  # fmt: skip
+            target="aten._segment_reduce_backward.default",
+            args=("%v0", "%v1", "%v2", ":" + how),
+            kwargs={"lengths": "%n", "axis": 0},
+            outs=("out",),
+        )
         (rule,) = run_apart([(op, values)], discover, ended)
         assert rule.inputs[3] == ("_",) and not rule.linear
 

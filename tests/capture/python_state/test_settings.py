@@ -197,13 +197,15 @@ def _square(out: Tensor, batch: Any) -> Tensor:
 
 UNEQUAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolutions": (
-        lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(4, 1, 4, 2, 1)), (4, 1, 4, 4)
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(4, 1, 4, 2, 1)),
+        (4, 1, 4, 4),
     ),
     "one layer reads": (lambda: nn.Sequential(Reach(False, 3.0), Reach(True, 0.5)), (4, 4)),
     "nested numbers": (
-        lambda: nn.Sequential(nn.Sequential(Reach(True, 2.0)), nn.Sequential(Reach(False, 3.0))), (4, 4)
+        lambda: nn.Sequential(nn.Sequential(Reach(True, 2.0)), nn.Sequential(Reach(False, 3.0))),
+        (4, 4),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
@@ -582,9 +584,13 @@ def test_buckets_of_one_shape_for_several_values() -> None:
     twin.load_state_dict(model.state_dict())
     given = {"x": torch.randn(8, 4).double()}
     buckets = Buckets.compile(
-        model, "local:1", [{"attributes": {"k": 2}}, {"attributes": {"k": 3}}], example_inputs=given, precision="fp64",
+        model,
+        "local:1",
+        [{"attributes": {"k": 2}}, {"attributes": {"k": 3}}],
+        example_inputs=given,
+        precision="fp64",
         dynamic=["tau"],
-    )  # fmt: skip
+    )
     trainer = buckets.executable(model)
     optimizer, others = trainer.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
     for step, k in enumerate((2, 3, 2, 3)):

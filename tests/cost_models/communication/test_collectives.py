@@ -32,9 +32,14 @@ from paraplan.ir.machine.mesh import Mesh, make_mesh
 
 FLAT = AxisLink(size=8, latency_s=1e-6, bytes_per_s=1e9)
 TWO = AxisLink(
-    size=16, latency_s=5e-6, bytes_per_s=5e7, level="between_nodes", local_size=8, local_latency_s=1e-6,
+    size=16,
+    latency_s=5e-6,
+    bytes_per_s=5e7,
+    level="between_nodes",
+    local_size=8,
+    local_latency_s=1e-6,
     local_bytes_per_s=1e9,
-)  # fmt: skip
+)
 
 
 def test_flat_axis_by_hand() -> None:
@@ -84,11 +89,20 @@ def test_hierarchy_never_loses_to_a_network_ring_of_single_members() -> None:
 
 links = st.builds(
     lambda nodes, local, up, down: AxisLink(
-        size=nodes * local, latency_s=4e-6, bytes_per_s=down, level="in_node" if nodes == 1 else "between_nodes",
-        local_size=local, local_latency_s=1e-6, local_bytes_per_s=up if nodes > 1 else down, start_s=6e-6,
+        size=nodes * local,
+        latency_s=4e-6,
+        bytes_per_s=down,
+        level="in_node" if nodes == 1 else "between_nodes",
+        local_size=local,
+        local_latency_s=1e-6,
+        local_bytes_per_s=up if nodes > 1 else down,
+        start_s=6e-6,
     ),
-    st.integers(1, 12), st.integers(1, 8), st.floats(1e9, 1e12), st.floats(1e8, 1e11),
-)  # fmt: skip
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.floats(1e9, 1e12),
+    st.floats(1e8, 1e11),
+)
 
 
 @given(st.sampled_from(sorted(TIMES_S)), links, st.integers(0, 1 << 34), st.integers(0, 1 << 34))

@@ -36,10 +36,17 @@ def test_local_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     rates, whole = four.groups[0].device.flops_per_s, alone.groups[0].device.flops_per_s
     assert rates == {dtype: rate / 2 for dtype, rate in whole.items()}
     seconds = [
-        (each.device.launch_s, 1 / each.device.memory_bytes_per_s, 1 / each.in_node.bytes_per_s, each.in_node.latency_s,
-         1 / each.host.bytes_per_s, each.host.latency_s, 1 / each.host_memory_bytes_per_s)
+        (
+            each.device.launch_s,
+            1 / each.device.memory_bytes_per_s,
+            1 / each.in_node.bytes_per_s,
+            each.in_node.latency_s,
+            1 / each.host.bytes_per_s,
+            each.host.latency_s,
+            1 / each.host_memory_bytes_per_s,
+        )
         for each in (*four.groups, *alone.groups)
-    ]  # fmt: skip
+    ]
     assert seconds[0] == pytest.approx([2 * each for each in seconds[1]])
     assert four.plan_bytes() == alone.plan_bytes()
 
@@ -120,11 +127,16 @@ def test_numbers_of_the_data_sheets() -> None:
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("8xA100-80:2", "8xA100-80:2"), ("8xV100-32:4", "8xV100-32:4"), ("1x4090", "1xRTX4090"),
-        ("4xrtx-4090", "4xRTX4090"), ("8xH100-96:8", "8xH100-HBM2e-96:8"), ("8xmi300x", "8xMI300X"),
-        ("2xcpu:2", "2xcpu:2"), ("8xH100-SXM", "8xH100"),
+        ("8xA100-80:2", "8xA100-80:2"),
+        ("8xV100-32:4", "8xV100-32:4"),
+        ("1x4090", "1xRTX4090"),
+        ("4xrtx-4090", "4xRTX4090"),
+        ("8xH100-96:8", "8xH100-HBM2e-96:8"),
+        ("8xmi300x", "8xMI300X"),
+        ("2xcpu:2", "2xcpu:2"),
+        ("8xH100-SXM", "8xH100"),
     ],
-)  # fmt: skip
+)
 def test_names_and_aliases(text: str, name: str) -> None:
     assert parse_cluster(text).name == name
 

@@ -20,15 +20,17 @@ WIDE, ROWS = (8, 16), (8, 1)
 def value(name: str, shape: tuple[int, ...], base: str = "") -> LocalValue:
     strides = (shape[1], 1) if len(shape) == 2 else (1,)
     return LocalValue(
-        dtype="float32", shape=shape, strides=strides, base=base or name,
-        storage_bytes=0 if base else 4 * prod(shape),
-    )  # fmt: skip
+        dtype="float32", shape=shape, strides=strides, base=base or name, storage_bytes=0 if base else 4 * prod(shape)
+    )
 
 
 def made(
-    name: str, inputs: dict[str, tuple[int, ...]], outputs: str, *ops: tuple[str, str, str, tuple[int, ...]],
+    name: str,
+    inputs: dict[str, tuple[int, ...]],
+    outputs: str,
+    *ops: tuple[str, str, str, tuple[int, ...]],
     role: BlockRole = BlockRole.FORWARD,
-) -> Block:  # fmt: skip
+) -> Block:
     """A block of ops (target, inputs, output, shape); a reduction is along the last dim."""
     values = {each: value(each, shape) for each, shape in inputs.items()}
     instrs = []
@@ -44,17 +46,29 @@ def made(
         args = (*names, (-1,), True) if target.startswith("aten.sum") else names
         instrs.append(Instr(target=target, args=args, outs=(out,)))
     return Block(
-        name=name, role=role, inputs=tuple(inputs), outputs=tuple(outputs.split()), saved=(),
-        values=values, instrs=tuple(instrs),
-    )  # fmt: skip
+        name=name,
+        role=role,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs.split()),
+        saved=(),
+        values=values,
+        instrs=tuple(instrs),
+    )
 
 
 MUL, ADD, SUM, VIEW = "aten.mul.Tensor", "aten.add.Tensor", "aten.sum.dim_IntList", "aten.view.default"
 
 
 def test_a_chain_reads_and_writes_its_ends() -> None:
-    block = made("k.0.F", {"x": WIDE, "y": WIDE}, "c", (MUL, "x y", "a", WIDE), (VIEW, "a", "v", (16, 8)),
-                 ("aten.silu.default", "v", "b", (16, 8)), (ADD, "b x", "c", WIDE))  # fmt: skip
+    block = made(
+        "k.0.F",
+        {"x": WIDE, "y": WIDE},
+        "c",
+        (MUL, "x y", "a", WIDE),
+        (VIEW, "a", "v", (16, 8)),
+        ("aten.silu.default", "v", "b", (16, 8)),
+        (ADD, "b x", "c", WIDE),
+    )
     assert fused_kernels(block) == (Fused((0, 2, 3), 2 * 512, 512),)
 
 
@@ -65,21 +79,43 @@ def test_what_others_read_is_written() -> None:
 
 def test_a_norm_is_one_kernel() -> None:
     """x * rsqrt(mean(x²)): the ops over rows go with the reduction that leaves rows."""
-    block = made("k.0.F", {"x": WIDE, "w": (16,)}, "d", (MUL, "x x", "a", WIDE), (SUM, "a", "s", ROWS),
-                 ("aten.rsqrt.default", "s", "r", ROWS), (MUL, "x r", "c", WIDE), (MUL, "c w", "d", WIDE))  # fmt: skip
+    block = made(
+        "k.0.F",
+        {"x": WIDE, "w": (16,)},
+        "d",
+        (MUL, "x x", "a", WIDE),
+        (SUM, "a", "s", ROWS),
+        ("aten.rsqrt.default", "s", "r", ROWS),
+        (MUL, "x r", "c", WIDE),
+        (MUL, "c w", "d", WIDE),
+    )
     assert fused_kernels(block) == (Fused((0, 1, 2, 3, 4), 512 + 64, 512),)
 
 
 def test_nothing_waits_for_itself() -> None:
     """What a product lies between is not one kernel, though both sides read the same."""
-    block = made("k.0.F", {"x": WIDE, "w": (16, 16)}, "d", (MUL, "x x", "a", WIDE),
-                 ("aten.mm.default", "a w", "p", WIDE), (ADD, "p a", "c", WIDE), (ADD, "c x", "d", WIDE))  # fmt: skip
+    block = made(
+        "k.0.F",
+        {"x": WIDE, "w": (16, 16)},
+        "d",
+        (MUL, "x x", "a", WIDE),
+        ("aten.mm.default", "a w", "p", WIDE),
+        (ADD, "p a", "c", WIDE),
+        (ADD, "c x", "d", WIDE),
+    )
     assert fused_kernels(block) == (Fused((2, 3), 3 * 512, 512),)
 
 
 def test_nothing_is_fused_across_a_collective() -> None:
-    block = made("k.0.F", {"x": WIDE}, "c w", (MUL, "x x", "a", WIDE), ("all_reduce", "a", "i", WIDE),
-                 (ADD, "a x", "c", WIDE), ("wait", "i", "w", WIDE))  # fmt: skip
+    block = made(
+        "k.0.F",
+        {"x": WIDE},
+        "c w",
+        (MUL, "x x", "a", WIDE),
+        ("all_reduce", "a", "i", WIDE),
+        (ADD, "a x", "c", WIDE),
+        ("wait", "i", "w", WIDE),
+    )
     assert fused_kernels(block) == ()
 
 

@@ -24,21 +24,30 @@ MATMULS = [
     ("paraplan.linear_grad_input", ("%g", "%w", True), (t(B, S, F), t(F, H)), (t(B, S, H),), 2 * B * S * H * F),
     ("paraplan.linear_grad_weight", ("%g", "%x", True), (t(B, S, F), t(B, S, H)), (t(F, H),), 2 * B * S * H * F),
     ("aten.mm.default", ("%a", "%b"), (t(S, H), t(H, F)), (t(S, F),), 2 * S * H * F),
-    ("paraplan.batched_product", (None, "%a", "%b", 1.0, 1.0), (t(2, B, S, H), t(2, B, H, F)), (t(2, B, S, F),),
-     4 * B * S * H * F),
+    (
+        "paraplan.batched_product",
+        (None, "%a", "%b", 1.0, 1.0),
+        (t(2, B, S, H), t(2, B, H, F)),
+        (t(2, B, S, F),),
+        4 * B * S * H * F,
+    ),
     ("aten.bmm.default", ("%a", "%b"), (t(B, S, H), t(B, H, F)), (t(B, S, F),), 2 * B * S * H * F),
     ("aten.addmm.default", ("%c", "%a", "%b"), (t(F), t(S, H), t(H, F)), (t(S, F),), 2 * S * H * F),
     (
-        "aten.convolution.default", ("%x", "%w", None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1),
-        (t(2, 8, 16, 16), t(32, 8, 3, 3)), (t(2, 32, 16, 16),), 2 * (2 * 32 * 16 * 16) * (8 * 3 * 3),
+        "aten.convolution.default",
+        ("%x", "%w", None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1),
+        (t(2, 8, 16, 16), t(32, 8, 3, 3)),
+        (t(2, 32, 16, 16),),
+        2 * (2 * 32 * 16 * 16) * (8 * 3 * 3),
     ),
     (
         "aten.convolution_backward.default",
         ("%g", "%x", "%w", None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1, (False, True, False)),
-        (t(2, 32, 16, 16), t(2, 8, 16, 16), t(32, 8, 3, 3)), (None, t(32, 8, 3, 3), None),
+        (t(2, 32, 16, 16), t(2, 8, 16, 16), t(32, 8, 3, 3)),
+        (None, t(32, 8, 3, 3), None),
         2 * (2 * 32 * 16 * 16) * (8 * 3 * 3),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("target", "args", "inputs", "outputs", "flops"), MATMULS)

@@ -33,11 +33,14 @@ def test_pooling_is_the_best_rising_fit(values: list[float]) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-7, 10)), min_size=1, max_size=12), st.booleans(),
-       st.lists(st.floats(0.5, 1e10), min_size=2, max_size=6))  # fmt: skip
+@given(
+    st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-7, 10)), min_size=1, max_size=12),
+    st.booleans(),
+    st.lists(st.floats(0.5, 1e10), min_size=2, max_size=6),
+)
 def test_curves_never_fall_and_no_part_is_dearer_than_the_whole(
     points: list[tuple[float, float]], powers: bool, sizes: list[float]
-) -> None:  # fmt: skip
+) -> None:
     curve = fit_curve(points, powers)
     assert curve is not None
     seconds = [curve.at(size) for size in sorted(sizes)]

@@ -99,9 +99,11 @@ def test_other_machines_and_files_are_refused(tmp_path: Path) -> None:
 def test_a_run_writes_the_times_of_all_its_ops(tmp_path: Path) -> None:
     plan, path = small(), tmp_path / "run.json"
     result = run(
-        plan.data, plan.programs, RunOptions(steps=2, record=str(path), model="examples.models.mlp:factory"),
+        plan.data,
+        plan.programs,
+        RunOptions(steps=2, record=str(path), model="examples.models.mlp:factory"),
         lambda step, loss, seconds: None,
-    )  # fmt: skip
+    )
     found = read_run(path)
     assert {op.full_key for op in found.seen.ops} == {op.full_key for op in timed(plan, 1.0, 1)}
     assert all(op.samples >= 3 and op.seconds > 0 for op in found.seen.ops)

@@ -14,10 +14,16 @@ from paraplan.ir.profile import CollectiveTime, Measured, OpTime, Profile
 
 HERE = Profile(device="cpu", name="a processor", torch="2.13.0")
 OP = OpTime(
-    target="aten.mul.Tensor", flag=0, inputs=(Measured("float32", (4, 8), (1, 4)), Measured("float32", ())),
-    outputs=(Measured("float32", (4, 8)), None), detail='[["%"],{}]', seconds=1e-5, spread=0.1, samples=7,
+    target="aten.mul.Tensor",
+    flag=0,
+    inputs=(Measured("float32", (4, 8), (1, 4)), Measured("float32", ())),
+    outputs=(Measured("float32", (4, 8)), None),
+    detail='[["%"],{}]',
+    seconds=1e-5,
+    spread=0.1,
+    samples=7,
     workspace_bytes=64,
-)  # fmt: skip
+)
 SUM = CollectiveTime(
     target="all_reduce", size=4, local_size=2, input_bytes=1 << 20, seconds=2e-3, samples=9, called_s=5e-4
 )

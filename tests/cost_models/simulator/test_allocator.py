@@ -22,11 +22,15 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("nbytes", "allocated", "reserved"),
     [
-        (1, 512, 2 * MIB), (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB), (0, 512, 2 * MIB),
+        (1, 512, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (0, 512, 2 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB), (11 * MIB, 12 * MIB, 12 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),
     ],
-)  # fmt: skip
+)
 def test_first_request(nbytes: int, allocated: int, reserved: int) -> None:
     allocator = CachingAllocator(1 << 40)
     allocator.allocate(nbytes)

@@ -20,7 +20,7 @@ from tests.cost_models.rank_programs import (
     toy_costs,
     view,
     wait,
-)  # fmt: skip
+)
 from tests.named import all_named
 
 
@@ -38,10 +38,14 @@ def test_replay_equals_the_naive_one(made: RankProgram) -> None:
 
 def test_entries_in_order_with_shapes_bytes_and_collectives() -> None:
     code = block(
-        "F", "x unread", "w",
+        "F",
+        "x unread",
+        "w",
         {"x": own("x", 4), "unread": own("unread", 3), "y": own("y", 4), "i": own("i", 4), "w": view("i", 4)},
-        op("y", "x", "x"), issue("i", "y"), wait("w", "i", "i y"),
-    )  # fmt: skip
+        op("y", "x", "x"),
+        issue("i", "y"),
+        wait("w", "i", "i y"),
+    )
     steps = [
         call("F", "x0 u0", "g0", "x0 u0", action="0B1", microbatch=1),
         Step(kind=StepKind.ACCUMULATE, action="0B1", args=all_named("acc g0"), microbatch=1),
@@ -81,14 +85,22 @@ def test_one_profile_per_situation() -> None:
 
 def test_tiers_are_accounts_of_their_own() -> None:
     code = block(
-        "F", "x", "y h'",
+        "F",
+        "x",
+        "y h'",
         {"x": own("x", 4), "h": own("h", 4, "host"), "h'": view("h", 4, "host"), "y": own("y", 3)},
-        copy("h", "x"), op("y", "x"), wait("h'", "h", "x h"),
-    )  # fmt: skip
+        copy("h", "x"),
+        op("y", "x"),
+        wait("h'", "h", "x h"),
+    )
     back = block(
-        "B", "h", "x'", {"h": own("h", 4, "host"), "x": own("x", 4), "x'": view("x", 4)},
-        copy("x", "h", "prefetch"), wait("x'", "x", "h x"),
-    )  # fmt: skip
+        "B",
+        "h",
+        "x'",
+        {"h": own("h", 4, "host"), "x": own("x", 4), "x'": view("x", 4)},
+        copy("x", "h", "prefetch"),
+        wait("x'", "x", "h x"),
+    )
     steps = [call("F", "x0", "y0 h0", "x0"), call("B", "h0", "x1", "h0")]
     made = program([code, back], {"x0": 4}, steps)
     assert [(entry.key[3], *entry.key[5:]) for entry in entries(made)] == [

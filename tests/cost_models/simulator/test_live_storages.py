@@ -18,7 +18,7 @@ from tests.cost_models.rank_programs import (
     random_programs,
     view,
     wait,
-)  # fmt: skip
+)
 from tests.named import all_named
 
 
@@ -48,8 +48,14 @@ def forward_and_back() -> RankProgram:
         },
         op("t", "x"), op("y s", "t", workspace_bytes=100), op("o", "y", "t"), copy("h!", "s"), wait("h", "h!", "h! y"),
     )  # fmt: skip
-    back = block("k0.0.B", "s x", "g", {"s": own("s", 6), "x": own("x", 4), "g": own("g", 4)}, op("g", "s x", "s"),
-                 role=BlockRole.BACKWARD)  # fmt: skip
+    back = block(
+        "k0.0.B",
+        "s x",
+        "g",
+        {"s": own("s", 6), "x": own("x", 4), "g": own("g", 4)},
+        op("g", "s x", "s"),
+        role=BlockRole.BACKWARD,
+    )
     steps = [
         call("k0.0.F", "x0", "o0 s0 h0"),
         call("k0.0.B", "s0 x0", "g0", "s0", action="0B0"),
@@ -64,21 +70,34 @@ def test_makers_and_readers() -> None:
     idle = {"idle": (7, "", BEFORE, None), STATES: (9, "", BEFORE, None)}
     assert told(made, BEFORE) == {"x0": (4, "", BEFORE, (0, 0)), **idle}
     assert told(made, (0, 1)) == {
-        "x0": (4, "", BEFORE, (1, 0)), "t": (5, "", (0, 0), (0, 1)), "y": (6, "", (0, 1), (0, 2)),
-        WORKSPACE: (100, "", (0, 1), None), **idle,
-    }  # fmt: skip
+        "x0": (4, "", BEFORE, (1, 0)),
+        "t": (5, "", (0, 0), (0, 1)),
+        "y": (6, "", (0, 1), (0, 2)),
+        WORKSPACE: (100, "", (0, 1), None),
+        **idle,
+    }
     assert told(made, (1, 0)) == {
-        "x0": (4, "", BEFORE, (1, 0)), "y": (6, "", (0, 1), (1, 0)), "o": (1, "", (0, 2), None),
-        "h!": (6, "host", (0, 3), None), "g": (4, "", (1, 0), (3, -1)), **idle,
-    }  # fmt: skip
+        "x0": (4, "", BEFORE, (1, 0)),
+        "y": (6, "", (0, 1), (1, 0)),
+        "o": (1, "", (0, 2), None),
+        "h!": (6, "host", (0, 3), None),
+        "g": (4, "", (1, 0), (3, -1)),
+        **idle,
+    }
     assert told(made, (3, -1)) == {
-        "x0": (4, "", BEFORE, (3, -1)), "o": (1, "", (0, 2), None), "h!": (6, "host", (0, 3), None),
-        "g": (4, "", (1, 0), (3, -1)), WORKSPACE: (11, "", (3, -1), None), **idle,
-    }  # fmt: skip
+        "x0": (4, "", BEFORE, (3, -1)),
+        "o": (1, "", (0, 2), None),
+        "h!": (6, "host", (0, 3), None),
+        "g": (4, "", (1, 0), (3, -1)),
+        WORKSPACE: (11, "", (3, -1), None),
+        **idle,
+    }
 
 
 def test_what_a_later_block_of_the_backward_is_given() -> None:
     for place in ((0, 2), (1, -1), (1, 0)):
         assert {each.name: each.backward for each in alive_at(forward_and_back(), place) if each.maker[0] == 0} == {
-            "y": True, "o": False, **({"h!": False} if place[0] else {"t": False}),
-        }  # fmt: skip
+            "y": True,
+            "o": False,
+            **({"h!": False} if place[0] else {"t": False}),
+        }

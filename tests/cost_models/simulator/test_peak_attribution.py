@@ -43,11 +43,9 @@ def pinned(name: str, devices: int, fate: str = "", **pins: int) -> Plan:
     if not fate:
         return plan
     choices = tuple(
-        msgspec.structs.replace(
-            choice, activations=dict.fromkeys(recomputable(plan.program.kinds[choice.kind]), fate)
-        )
+        msgspec.structs.replace(choice, activations=dict.fromkeys(recomputable(plan.program.kinds[choice.kind]), fate))
         for choice in plan.stages[0].choices
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stages[0], choices=choices),))
 
 
@@ -136,7 +134,7 @@ def test_saved_activations_are_those_the_blocks_save() -> None:
     assert by_role(peak)[BytesRole.SAVED] == sum(wanted.values()) > 0
     assert {row.kind for row in peak.roles if row.role is BytesRole.SAVED} == {
         plan.program.segments[step.segment].kind for step in made.steps[:first] if step.segment >= 0
-    }  # fmt: skip
+    }
     assert not by_role(peak)[BytesRole.RECOMPUTED]
 
 
@@ -150,10 +148,12 @@ def test_recomputed_activations_are_the_forward_s_ops_in_the_backward() -> None:
         graph = graphs(block)
         assert graph is not None
         again = [
-            i for i, instr in enumerate(block.instrs)
-            if instr.origin >= 0 and graph.ops[instr.origin].phase is Phase.FORWARD
+            i
+            for i, instr in enumerate(block.instrs)
+            if instr.origin >= 0
+            and graph.ops[instr.origin].phase is Phase.FORWARD
             and any(block.values[out].base == out for out in instr.outs if out)
-        ]  # fmt: skip
+        ]
         if again:
             seen += 1
             assert by_role(peak_of(made, at(trace, index, again[-1]), plan.program))[BytesRole.RECOMPUTED] > 0

@@ -67,11 +67,20 @@ def away(kept_s: int) -> RankProgram:
         values |= {f"{name}!": own(f"{name}!", nbytes, tier), f"{name}h": view(f"{name}!", nbytes, tier)}
         values |= {f"{name}?": own(f"{name}?", nbytes), f"{name}d": view(f"{name}?", nbytes)}
     code = block(
-        "F", "a b t", "ad bd", values,
-        copy("a!", "a"), copy("b!", "b", tier="disk"), op("z", "t", "t z"), wait("ah", "a!", "a a!"),
-        copy("a?", "ah", "prefetch"), wait("bh", "b!", "b b!"), wait("ad", "a?", "ah a?"),
-        copy("b?", "bh", "prefetch", "disk"), wait("bd", "b?", "bh b?"),
-    )  # fmt: skip
+        "F",
+        "a b t",
+        "ad bd",
+        values,
+        copy("a!", "a"),
+        copy("b!", "b", tier="disk"),
+        op("z", "t", "t z"),
+        wait("ah", "a!", "a a!"),
+        copy("a?", "ah", "prefetch"),
+        wait("bh", "b!", "b b!"),
+        wait("ad", "a?", "ah a?"),
+        copy("b?", "bh", "prefetch", "disk"),
+        wait("bd", "b?", "bh b?"),
+    )
     return program([code], {"a0": 12, "b0": 8, "t0": kept_s}, [call("F", "a0 b0 t0", "x y", "a0 b0 t0")])
 
 
@@ -79,9 +88,11 @@ def test_copies_have_a_stream_each_way_per_tier() -> None:
     trace = simulate_rank(away(kept_s=5), toy_costs())
     spans = {span.stream: (span.start_s, span.end_s, span.label) for span in trace.spans if "copy" in span.stream}
     assert spans == {
-        "copy:host:out": (0, 12, "offload"), "copy:disk:out": (0, 16, "offload"),
-        "copy:host:in": (12, 24, "prefetch"), "copy:disk:in": (24, 40, "prefetch"),
-    }  # fmt: skip
+        "copy:host:out": (0, 12, "offload"),
+        "copy:disk:out": (0, 16, "offload"),
+        "copy:host:in": (12, 24, "prefetch"),
+        "copy:disk:in": (24, 40, "prefetch"),
+    }
     assert (trace.step_s, trace.compute_s, trace.exposed_copy_s, trace.exposed_comm_s) == (40, 10, 30, 0)
     assert trace.copy_s == {stream: end - start for stream, (start, end, _) in spans.items()}
     assert trace.comm_s == {} and trace.bound_s == 16
@@ -103,10 +114,15 @@ def test_a_cluster_without_a_disk_prices_no_copy_to_it() -> None:
 
 def test_collectives_of_one_level_queue() -> None:
     code = block(
-        "F", "x", "a b",
+        "F",
+        "x",
+        "a b",
         {"x": own("x", 10), "i": own("i", 10), "j": own("j", 10), "a": view("i", 10), "b": view("j", 10)},
-        issue("i", "x"), issue("j", "x"), wait("a", "i"), wait("b", "j", "x"),
-    )  # fmt: skip
+        issue("i", "x"),
+        issue("j", "x"),
+        wait("a", "i"),
+        wait("b", "j", "x"),
+    )
     trace = simulate_rank(program([code], {"x0": 10}, [call("F", "x0", "a b", "x0")]), toy_costs())
     assert (trace.step_s, trace.compute_s, trace.exposed_comm_s) == (20, 0, 20)
 
@@ -129,11 +145,13 @@ def test_a_collective_nobody_waits_for_still_ends() -> None:
 def test_accumulate_moves_then_adds_and_update_streams_everything() -> None:
     code = block("B", "p", "g", {"p": own("p", 4), "g": own("g", 4)}, op("g", "p", "p"))
     steps = [
-        call("B", "p0", "g0"), Step(kind=StepKind.ACCUMULATE, action="0B0", args=all_named("acc g0")),
-        call("B", "p0", "g0"), Step(kind=StepKind.ACCUMULATE, action="0B1", args=all_named("acc g0")),
+        call("B", "p0", "g0"),
+        Step(kind=StepKind.ACCUMULATE, action="0B0", args=all_named("acc g0")),
+        call("B", "p0", "g0"),
+        Step(kind=StepKind.ACCUMULATE, action="0B1", args=all_named("acc g0")),
         Step(kind=StepKind.UPDATE, action="0UPDATE", args=all_named("p0")),
         Step(kind=StepKind.DROP, action="0UPDATE", drops=all_named("acc")),
-    ]  # fmt: skip
+    ]
     made = program([code], {"p0": 4}, steps, grads={"p0": "acc"}, optimizer_bytes=8, update_workspace_bytes=3)
     trace = simulate_rank(made, toy_costs())
     ends = [point.end_s for point in trace.memory]
@@ -146,16 +164,23 @@ def test_accumulate_moves_then_adds_and_update_streams_everything() -> None:
 
 def test_peak_counts_views_saved_values_drops_and_workspace() -> None:
     forward = block(
-        "F", "x p", "y",
+        "F",
+        "x p",
+        "y",
         {"x": own("x", 10), "p": own("p", 7), "v": view("x", 10), "h": own("h", 20), "y": own("y", 5)},
-        op("v", "x", "x", target="aten.view.default"), op("h", "v p", "p", workspace_bytes=6), op("y", "h"),
+        op("v", "x", "x", target="aten.view.default"),
+        op("h", "v p", "p", workspace_bytes=6),
+        op("y", "h"),
         saved="v h",
-    )  # fmt: skip
+    )
     backward = block(
-        "B", "v h g", "d",
+        "B",
+        "v h g",
+        "d",
         {"v": own("v", 10), "h": own("h", 20), "g": own("g", 5), "k": own("k", 20), "d": own("d", 10)},
-        op("k", "h g", "h g"), op("d", "k v", "k v"),
-    )  # fmt: skip
+        op("k", "h g", "h g"),
+        op("d", "k v", "k v"),
+    )
     steps = [
         call("F", "x0 p0", "y0 sv sh", drops="x0"),
         call("B", "sv sh y0", "d0", drops="sv sh y0", action="0B0"),

@@ -184,11 +184,12 @@ def test_a_group_has_its_own_network() -> None:
         ClusterSpec(
             name="three nodes and one",
             groups=(
-                msgspec.structs.replace(first, between_nodes=fast), msgspec.structs.replace(second, between_nodes=slow),
+                msgspec.structs.replace(first, between_nodes=fast),
+                msgspec.structs.replace(second, between_nodes=slow),
             ),
             between_nodes=wan,
         )
-    )  # fmt: skip
+    )
     assert cluster.link("between_nodes", 0) == fast and cluster.link("between_nodes", 4) == slow
     assert cluster.network((0, 2)) == fast
     assert (cluster.network((0, 4)).bytes_per_s, cluster.network((0, 4)).latency_s) == (1e9, 1e-3)

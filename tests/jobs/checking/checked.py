@@ -76,9 +76,15 @@ class Run:
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, inputs: Callable[[int], Tensors] = batch, seed: int = 0,
-        loss_fn: Any = None, choice: Any = None, scaled: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        model: nn.Module,
+        inputs: Callable[[int], Tensors] = batch,
+        seed: int = 0,
+        loss_fn: Any = None,
+        choice: Any = None,
+        scaled: bool = False,
+    ) -> None:
         programs = verify_plan(plan)
         modules = [build_modules(each) for each in programs]
         self.trainer = InProcessTrainer(plan, programs, modules, model, seed)
@@ -88,10 +94,12 @@ class Run:
         self.single = SingleDevice(plan, made, lambda params: torch.optim.AdamW(params, lr=1e-2), 0, choice)
 
     def steps(
-        self, count: int = 1, before: Callable[[InProcessTrainer], None] | None = None,
+        self,
+        count: int = 1,
+        before: Callable[[InProcessTrainer], None] | None = None,
         after: Callable[[InProcessTrainer], None] | None = None,
         found: Callable[[Tensors, Tensors], None] | None = None,
-    ) -> LargestErrors:  # fmt: skip
+    ) -> LargestErrors:
         """Take steps; `before` the update, `after` it, and on the (gradients, tensors) found."""
         trainer = self.trainer
         for step in range(count):

@@ -135,11 +135,16 @@ def test_another_mask_fails() -> None:
     assert "captured program on one device" in failure
 
 
-@pytest.mark.parametrize(("name", "spoil", "words"), [
-    ("seen", lambda x: x + 1, "1002"), ("seen", lambda x: x.float(), "float32"),
-    ("norm.running_var", lambda x: x.float(), "float32"), ("unused", lambda x: x + 1e-6, "parameter 'unused'"),
-    ("hidden.weight", lambda x: x * float("nan"), "nan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "spoil", "words"),
+    [
+        ("seen", lambda x: x + 1, "1002"),
+        ("seen", lambda x: x.float(), "float32"),
+        ("norm.running_var", lambda x: x.float(), "float32"),
+        ("unused", lambda x: x + 1e-6, "parameter 'unused'"),
+        ("hidden.weight", lambda x: x * float("nan"), "nan"),
+    ],
+)
 def test_a_wrong_tensor_after_the_step_fails(name: str, spoil: Callable[[Tensor], Tensor], words: str) -> None:
     def found(grads: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         tensors[name] = spoil(tensors.get(name, torch.ones(3, dtype=torch.float64)))

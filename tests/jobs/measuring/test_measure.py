@@ -124,8 +124,10 @@ def test_a_link_is_found_again_from_the_times_it_gives() -> None:
 
     times = [
         time_of(target, size, nbytes)
-        for target in ("all_reduce", "all_gather", "permute") for size in (2, 4) for nbytes in sizes(1 << 24)
-    ]  # fmt: skip
+        for target in ("all_reduce", "all_gather", "permute")
+        for size in (2, 4)
+        for nbytes in sizes(1 << 24)
+    ]
     fit = fit_link(times, "cpu")
     assert fit.bytes_per_s == pytest.approx(2.5e9, rel=0.02)
     assert fit.latency_s == pytest.approx(3e-5, rel=0.02)
@@ -148,8 +150,17 @@ def test_links_take_the_median_of_jobs_that_alternate(monkeypatch: pytest.Monkey
     def job(_: int, __: str, args: tuple[str, ...]) -> int:
         asked.append(args[1])
         took = 9.0 if len(asked) == 3 else 1.0 + len(asked) / 100
-        times = (CollectiveTime(target="all_reduce", size=2, local_size=2, input_bytes=int(args[1]), seconds=took,
-                                called_s=took / 4, samples=5),)  # fmt: skip
+        times = (
+            CollectiveTime(
+                target="all_reduce",
+                size=2,
+                local_size=2,
+                input_bytes=int(args[1]),
+                seconds=took,
+                called_s=took / 4,
+                samples=5,
+            ),
+        )
         Path(args[0]).write_bytes(to_json(LinkTimes(times=times, device_share=0.5 if took < 9 else 0.9)))
         return 0
 

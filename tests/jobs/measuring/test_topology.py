@@ -23,10 +23,15 @@ NAMED = {name: text for name, text in vars(topologies).items() if name.isupper()
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("DGX_H100", 4), ("DGX1_V100", 8), ("FOUR_A100_BOARD", 4), ("BRIDGED_PAIRS", 4), ("ONE_SWITCH", 2),
-        ("NIC_FIRST", 2), ("ONE_GPU", 1),
+        ("DGX_H100", 4),
+        ("DGX1_V100", 8),
+        ("FOUR_A100_BOARD", 4),
+        ("BRIDGED_PAIRS", 4),
+        ("ONE_SWITCH", 2),
+        ("NIC_FIRST", 2),
+        ("ONE_GPU", 1),
     ],
-)  # fmt: skip
+)
 def test_every_pair_of_gpus_is_read_and_nothing_else(name: str, count: int) -> None:
     matrix = parse_topology(NAMED[name])
     assert set(matrix) == {(a, b) for a in range(count) for b in range(count) if a != b}

@@ -15,9 +15,13 @@ def compiled(script: str) -> dict[str, int]:
     if torch.version.cuda is None and sys.platform != "linux":
         pytest.skip("Triton compiles on Linux alone")
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
         env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": str(Path(__file__).parents[3])},
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     words = run.stdout.split()
     return dict(zip(words[::2], map(int, words[1::2]), strict=True))

@@ -43,12 +43,17 @@ def test_parts_of_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None
     mean, rstd, dw, db = (torch.rand(shape[1], generator=generator).add_(0.5).to(wide) for _ in range(4))
     turned = g.transpose(0, 1).contiguous().transpose(0, 1)
     calls: list[tuple[str, tuple[Any, ...]]] = [
-        ("bn_squares", (x, mean)), ("bn_rstd", (dw, 7, 1e-3)), ("bn_rstd", (w, 1, 1e-5)),
-        ("bn_running", (w, dw, 0.1, 0.125)), ("bn_grad_affine", (turned, x, mean, rstd)),
+        ("bn_squares", (x, mean)),
+        ("bn_rstd", (dw, 7, 1e-3)),
+        ("bn_rstd", (w, 1, 1e-5)),
+        ("bn_running", (w, dw, 0.1, 0.125)),
+        ("bn_grad_affine", (turned, x, mean, rstd)),
         ("bn_grad_input", (turned, x, mean, rstd, w, dw, db, 77)),
-        ("bn_grad_input", (g, x, mean, rstd, None, dw, db, 77)), ("bn_apply", (x, w, rstd, w, bias)),
-        ("bn_apply", (x, mean, rstd, None, None)), ("bn_apply", (g, None, rstd, w, None)),
-    ]  # fmt: skip
+        ("bn_grad_input", (g, x, mean, rstd, None, dw, db, 77)),
+        ("bn_apply", (x, w, rstd, w, bias)),
+        ("bn_apply", (x, mean, rstd, None, None)),
+        ("bn_apply", (g, None, rstd, w, None)),
+    ]
     for name, args in calls:
         made = getattr(batch_norm, name)(*args)
         told = getattr(reference_kernels, name)(*args)
@@ -83,7 +88,7 @@ def test_batch_norm_of_all_samples(shape: tuple[int, ...], dtype: torch.dtype) -
             (x, w, bias, old_mean.to(wide), old_var.to(wide), turned, 0.1, 1e-3, True),
             (x, None, bias, old_mean, old_var, None, 0.3, 1e-5, True),
             (x, None, None, None, None, None, 0.0, 1e-5, False),
-        ):  # fmt: skip
+        ):
             made, told = whole_batch_norm.bn_whole(*args), reference_kernels.bn_whole(*args)
             assert [x if x is None else x.dtype for x in made] == [x if x is None else x.dtype for x in told]
             wanted = reference_kernels.bn_whole(*_wide(args))

@@ -46,11 +46,16 @@ def _same(made: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize(
     ("dtype", "parts", "held", "start", "activation"),
     [
-        (torch.float32, 2, 8, 0, "silu"), (torch.float32, 1, 4, 4, "relu"), (torch.float32, 2, 4, 4, "gelu_tanh"),
-        (torch.float32, 2, 2, 2, "gelu"), (torch.bfloat16, 2, 2, 2, "silu"), (torch.float16, 2, 4, 4, "silu"),
-        (torch.float16, 1, 1, 7, "silu"), (torch.bfloat16, 2, 8, 0, "silu"),
+        (torch.float32, 2, 8, 0, "silu"),
+        (torch.float32, 1, 4, 4, "relu"),
+        (torch.float32, 2, 4, 4, "gelu_tanh"),
+        (torch.float32, 2, 2, 2, "gelu"),
+        (torch.bfloat16, 2, 2, 2, "silu"),
+        (torch.float16, 2, 4, 4, "silu"),
+        (torch.float16, 1, 1, 7, "silu"),
+        (torch.bfloat16, 2, 8, 0, "silu"),
     ],
-)  # fmt: skip
+)
 def test_a_mixture_and_its_gradients(dtype: torch.dtype, parts: int, held: int, start: int, activation: str) -> None:
     """All experts, half of them (in one piece), and fewer (in several)."""
     g, x, ids, weights, w_in, w_out = _drawn(dtype, parts, held, start)

@@ -20,9 +20,13 @@ from tests.kernels.gpu.compiling import compiled
 
 SEED = torch.tensor(-12345678901)
 BLOCKS = [
-    ((3, 5, 7), (3, 5, 7), (0, 0, 0)), ((2, 5, 7), (4, 10, 14), (2, 5, 7)), ((2, 3, 4, 6), (2, 6, 4, 6), (0, 3, 0, 0)),
-    ((9,), (18,), (9,)), ((), (), ()), ((4, 1030), (8, 2060), (4, 1030)),
-]  # fmt: skip
+    ((3, 5, 7), (3, 5, 7), (0, 0, 0)),
+    ((2, 5, 7), (4, 10, 14), (2, 5, 7)),
+    ((2, 3, 4, 6), (2, 6, 4, 6), (0, 3, 0, 0)),
+    ((9,), (18,), (9,)),
+    ((), (), ()),
+    ((4, 1030), (8, 2060), (4, 1030)),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -130,8 +134,9 @@ def test_casts_to_float8_have_the_same_bits(dtype: torch.dtype) -> None:
         wanted, turned = float8_kernels.float8_cast_both(x, torch.tensor(scale), dtype)
         assert turned.shape == (1000, 5, 13)
         alone = float8.float8_cast(x, torch.tensor(scale), dtype)
-        for made, right in zip((alone, *float8.float8_cast_both(x, torch.tensor(scale), dtype)),
-                               (wanted, wanted, turned), strict=True):  # fmt: skip
+        for made, right in zip(
+            (alone, *float8.float8_cast_both(x, torch.tensor(scale), dtype)), (wanted, wanted, turned), strict=True
+        ):
             assert made.dtype == dtype and made.is_contiguous() and made.shape == right.shape
             number = ~right.float().isnan()
             assert torch.equal(made.float().isnan(), ~number)

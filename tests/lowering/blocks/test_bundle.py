@@ -52,13 +52,21 @@ def runs(program: RankProgram, action: str) -> list[int]:
 
 def test_small_parameters_are_gathered_and_their_gradients_scattered_at_once(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     program = lower(planned(tiny_gpt2, 3))[0]
-    inside = {instr.target for step in program.steps if step.segment >= 0 and step.block
-              for instr in program.blocks[step.block].instrs}  # fmt: skip
+    inside = {
+        instr.target
+        for step in program.steps
+        if step.segment >= 0 and step.block
+        for instr in program.blocks[step.block].instrs
+    }
     assert inside.isdisjoint({"all_gather", "reduce_scatter"})
     assert targets(program).count("all_gather") == 2, "one in the forward, one in the backward"
     assert targets(program).count("reduce_scatter") == 1
-    packs = [len(instr.args[0]) for block in program.blocks.values() for instr in block.instrs
-             if instr.target == "paraplan.pack"]  # fmt: skip
+    packs = [
+        len(instr.args[0])
+        for block in program.blocks.values()
+        for instr in block.instrs
+        if instr.target == "paraplan.pack"
+    ]
     assert max(packs) > 8
 
 

@@ -126,9 +126,12 @@ def test_a_write_that_touches_what_another_overwrites_is_no_part_of_its_run() ->
     others = other, other_state, other_buffer = (make("other") for make in (names.param, names.state, names.buffer))
     assert not {*others} & {*apart.outer}
     for args, joined in (
-        ((other_state, other), [10]), ((other_state, param), [2, 8]), ((param, other), [2, 8]),
-        ((other, state), [2, 2, 6]), ((other_state, other_buffer), [2, 2, 6]),
-    ):  # fmt: skip
+        ((other_state, other), [10]),
+        ((other_state, param), [2, 8]),
+        ((param, other), [2, 8]),
+        ((other, state), [2, 2, 6]),
+        ((other_state, other_buffer), [2, 2, 6]),
+    ):
         steps = [*apart.steps]
         steps[at[1]] = msgspec.structs.replace(steps[at[1]], args=args)
         made = write_together(msgspec.structs.replace(apart, steps=tuple(steps)))

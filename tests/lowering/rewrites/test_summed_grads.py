@@ -75,9 +75,8 @@ def test_products_add_to_sums_of_dtypes_they_can(
 def test_it_takes_less_time_and_no_more_memory() -> None:
     plan = planned(parse_cluster("1xH100"), "bf16")
     with_, without = (
-        simulate_plan(each, lower(each))
-        for each in (plan, msgspec.structs.replace(plan, sum_products=False))
-    )  # fmt: skip
+        simulate_plan(each, lower(each)) for each in (plan, msgspec.structs.replace(plan, sum_products=False))
+    )
     assert with_.step_s < without.step_s and max(with_.peak_bytes) <= max(without.peak_bytes)
 
 

@@ -104,11 +104,19 @@ def test_what_follows_is_joined_too() -> None:
     forwards, backwards = _joined(rank, WHOLE), _joined(rank, WHOLE_GRAD)
     assert len(forwards) == len(backwards) == 5 and {each.kernel for each in (*forwards, *backwards)} == {"triton"}
     assert sorted((each.args[5] is not None, each.args[8]) for each in forwards) == [
-        (False, False), (False, False), (False, False), (False, True), (True, True),
-    ]  # fmt: skip
+        (False, False),
+        (False, False),
+        (False, False),
+        (False, True),
+        (True, True),
+    ]
     assert sorted((each.args[2] is not None, each.args[7]) for each in backwards) == [
-        (False, False), (False, False), (False, False), (True, False), (True, True),
-    ]  # fmt: skip
+        (False, False),
+        (False, False),
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
     assert sum(each.outs[3] is not None for each in forwards) == 4, "one keeps no statistics"
 
 
@@ -148,10 +156,12 @@ def test_less_time_and_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("cluster", "constraints"),
     [
-        ("1xH100", {}), ("1xH100", {"recompute": "full"}), ("2xH100", {"dp": 2, "zero": 1, "reduce_dtype": "fp32"}),
+        ("1xH100", {}),
+        ("1xH100", {"recompute": "full"}),
+        ("2xH100", {"dp": 2, "zero": 1, "reduce_dtype": "fp32"}),
         ("2xH100", {"tp": 2}),
     ],
-)  # fmt: skip
+)
 def test_no_plan_is_faster_than_what_is_proved(cluster: str, constraints: dict[str, Any]) -> None:
     """The planner prices parts at what they add to a joined op: above that, a bound would be no bound."""
     plan = _planned(parse_cluster(cluster), "bf16", certify=True, **constraints)

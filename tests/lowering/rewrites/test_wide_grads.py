@@ -110,8 +110,14 @@ def test_less_time_and_hardly_more_memory() -> None:
 def test_no_plan_is_faster_than_what_is_proved(ranks: int, reduce_dtype: str) -> None:
     """What casts for sums over ranks cost is not known before products and others of a block are."""
     program = capture(Model(), {"x": torch.randn(8, 8)}, precision="bf16")
-    job = Job(program, parse_cluster(f"{ranks}xH100"), OPTIMIZERS["adamw"], ModelRef(display="m"), {},
-              reduce_dtype=reduce_dtype)  # fmt: skip
+    job = Job(
+        program,
+        parse_cluster(f"{ranks}xH100"),
+        OPTIMIZERS["adamw"],
+        ModelRef(display="m"),
+        {},
+        reduce_dtype=reduce_dtype,
+    )
     plan = search(job, Constraints(dp=ranks, zero=2 if ranks > 1 else 0)).plan
     assert plan.certificate is not None and plan.prediction is not None
     assert 0 < plan.certificate.bound_s <= plan.prediction.step_s
@@ -156,9 +162,11 @@ def test_large_tensors_and_what_is_read_besides_are_cast_alone(monkeypatch: pyte
     product = next(i for i in block.instrs if i.target == SUMMED)
     kept = msgspec.structs.replace(block, saved=(*block.saved, str(product.outs[0])))
     kept = msgspec.structs.replace(
-        kept, instrs=tuple(msgspec.structs.replace(i, frees=tuple(n for n in i.frees if n not in product.outs))
-                           for i in kept.instrs)
-    )  # fmt: skip
+        kept,
+        instrs=tuple(
+            msgspec.structs.replace(i, frees=tuple(n for n in i.frees if n not in product.outs)) for i in kept.instrs
+        ),
+    )
     wide = [i for i in widen_grads(kept, products=True, together=False).instrs if i.target == CAST]
     assert any(i.args[0] == "%" + str(product.outs[0]) for i in wide)
 

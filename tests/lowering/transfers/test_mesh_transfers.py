@@ -14,10 +14,13 @@ from paraplan.runtime.state.params import cut
 
 SPEC = TensorSpec("float64", (8, 12, 4))
 MESHES = (
-    make_mesh((1,), ("dp",)), make_mesh((4,), ("dp",)), make_mesh((2, 2), ("dp", "tp")),
+    make_mesh((1,), ("dp",)),
+    make_mesh((4,), ("dp",)),
+    make_mesh((2, 2), ("dp", "tp")),
     make_mesh((4, 2), ("dp", "tp")),
-    make_mesh((2, 4), ("tp", "dp")), make_mesh((3,), ("tp",)),
-)  # fmt: skip
+    make_mesh((2, 4), ("tp", "dp")),
+    make_mesh((3,), ("tp",)),
+)
 PLACES = (R, S(0), S(1), P)
 
 

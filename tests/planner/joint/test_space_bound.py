@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 
 import msgspec
@@ -16,6 +17,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint import relaxations
 from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.joint.in_flight import spread_of
 from paraplan.planner.joint.relaxations import Position
 from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.joint.space_bound import Least, SpaceBound
@@ -122,6 +124,33 @@ def test_no_order_is_below_what_its_idle_positions_leave(schedule: str, each: in
     assert bound_s <= min(steps) * (1 + 1e-9) and bound_s >= 0.6 * min(steps)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "each", "idle_s"),
+    [("interleaved", 2, 3.0 * 19 / 4), ("hanayo", 2, 3.0 * 19 / 4), ("zb-v", 2, 19 / 4), ("chimera", 1, 3.0 * 2 / 4)],
+)
+def test_nor_of_many_stages_cut_evenly_but_for_one(schedule: str, each: int, idle_s: float) -> None:
+    """Six segments a stage: of four positions the third surely has a stage before it, the last two."""
+    pp, m, segments, draw = 4, 4, 24 * each, random.Random(4)
+    combination, least = Combination(pp, (1,), m, schedule, each), _alike(segments)
+    bound_s = _nothing_known(pp).combination_s(combination, least)
+    ends = [6 * stage for stage in range(pp * each + 1)]
+    steps, spreads = [], set()
+    for moved in range(60):
+        inner = sorted(end + draw.randint(-5, 5) * (moved > 0) for end in ends[1:-1])
+        bounds = list(itertools.pairwise((0, *inner, segments)))
+        if min(stop - first for first, stop in bounds) < 1 or spread_of(bounds, least.each_s) > 1:
+            continue
+        spreads.add(spread_of(bounds, least.each_s))
+        costs = (
+            StageCosts(forward_s=n, backward_s=2.0 * n, input_grad_s=n, weight_grad_s=n)
+            for n in (stop - first for first, stop in bounds)
+        )
+        steps.append(ended(combination.orders(), tuple(costs)).step_s)
+    assert spreads == {0, 1} and len(steps) > 10
+    assert 0.7 * min(steps) <= bound_s <= min(steps) * (1 + 1e-9)
+    assert bound_s == pytest.approx(m * least.whole_s / pp + idle_s)
+
+
 def test_a_bound_above_the_step_is_told_and_not_kept() -> None:
     plan = search(zoo_job("gpt2", 2), Constraints(pp=2, microbatches=2)).plan
     assert plan.prediction is not None
@@ -129,6 +158,8 @@ def test_a_bound_above_the_step_is_told_and_not_kept() -> None:
     inside = certified_in_space(plan, 0.5 * step_s, 7)
     assert inside.certificate is not None and inside.certificate.gap == pytest.approx(0.5)
     assert inside.certificate.bound_scope.startswith("7 combinations of pp")
+    wider = certified_in_space(plan, 0.5 * step_s, 7, 3).certificate
+    assert wider is not None and "evenly but for 3 stages" in wider.bound_scope
     above = certified_in_space(plan, 1.1 * step_s, 7)
     assert above.certificate == plan.certificate and "fault of the planner" in above.notes[-1]
     assert certified_in_space(plan, 0.0, 7) == plan

@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize(
     ("name", "microbatches", "shares"),
     [("mlp", 1, (1.0,)), ("gpt2", 1, (0.7, 0.5)), ("gpt2", 2, (0.6,)), ("resnet", 1, (0.7,)), ("unet", 1, (0.5,))],
-)  # fmt: skip
+)
 def test_a_planned_schedule_runs_as_priced(name: str, microbatches: int, shares: tuple[float, ...]) -> None:
     small = build(name, 0.1)
     program = program_of(name, 0.1)

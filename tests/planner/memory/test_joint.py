@@ -64,9 +64,13 @@ def test_together_is_never_worse_than_either(layers: int, speed: float) -> None:
 def test_together_is_better_where_one_tensor_is_dear_and_one_slow_to_move() -> None:
     """a is dear to make again and small; b is cheap to make again and too large to move in time."""
     ops = (
-        MemOp("a", 10.0, (), (0,)), MemOp("b", 1.0, (), (1,)), MemOp("large", 6.0, (), (2,)),
-        MemOp("end", 1.0, (2,), (3,)), MemOp("c", 6.0, (3,), (4,)), MemOp("use", 1.0, (0, 1, 4), (5,)),
-    )  # fmt: skip
+        MemOp("a", 10.0, (), (0,)),
+        MemOp("b", 1.0, (), (1,)),
+        MemOp("large", 6.0, (), (2,)),
+        MemOp("end", 1.0, (2,), (3,)),
+        MemOp("c", 6.0, (3,), (4,)),
+        MemOp("use", 1.0, (0, 1, 4), (5,)),
+    )
     tensors = (
         MemTensor(4, 0),
         MemTensor(40, 1),

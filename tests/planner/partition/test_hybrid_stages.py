@@ -23,11 +23,15 @@ def random_problem(random: np.random.Generator) -> HybridProblem:
             time[random.random(nodes) < 0.2] = np.inf
         degrees.append(
             TensorDegree(
-                degree, time, random.integers(0, 9, (nodes, 2)).astype(float),
-                random.integers(0, 6, (nodes, 2)).astype(float), random.integers(0, 9, (nodes, 2)).astype(float),
-                random.integers(0, 9, (len(edges), 2)) / 2, random.integers(0, 9, (len(edges), 2)) / 2,
+                degree,
+                time,
+                random.integers(0, 9, (nodes, 2)).astype(float),
+                random.integers(0, 6, (nodes, 2)).astype(float),
+                random.integers(0, 9, (nodes, 2)).astype(float),
+                random.integers(0, 9, (len(edges), 2)) / 2,
+                random.integers(0, 9, (len(edges), 2)) / 2,
             )
-        )  # fmt: skip
+        )
     memory = float(random.integers(4, 40))
     return HybridProblem(nodes, edges, tuple(degrees), int(random.integers(1, 5)), memory, 2.0, 4)
 

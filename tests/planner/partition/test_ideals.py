@@ -15,9 +15,10 @@ def test_all_ideals_are_the_closed_subsets(seed: int) -> None:
     num_nodes = int(random.integers(1, 8))
     edges = random_edges(random, num_nodes, 0.3)
     closed = {
-        bits for bits in itertools.product((False, True), repeat=num_nodes)
+        bits
+        for bits in itertools.product((False, True), repeat=num_nodes)
         if all(bits[a] or not bits[b] for a, b in edges)
-    }  # fmt: skip
+    }
     found = all_ideals(num_nodes, edges, 1 << num_nodes)
     assert found is not None and found.complete
     assert {tuple(row) for row in found.member.tolist()} == closed and len(found) == len(closed)

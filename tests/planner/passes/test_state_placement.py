@@ -159,9 +159,7 @@ def test_of_equal_layers_some_come_home(share: float) -> None:
     )
     assert free.prediction is not None and away.prediction is not None
     low, high = max(away.prediction.peak_bytes), max(free.prediction.peak_bytes)
-    pins = Constraints(
-        offload="host", recompute="none", memory_bytes=int(low + share * (high - low)), microbatches=1
-    )  # fmt: skip
+    pins = Constraints(offload="host", recompute="none", memory_bytes=int(low + share * (high - low)), microbatches=1)
     plan = search(given, pins).plan
     places = [layouts.place for layouts in plan.stages[0].params.values()]
     assert 0 < sum(place != HERE for place in places) < len(places)

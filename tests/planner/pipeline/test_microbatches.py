@@ -89,9 +89,12 @@ def test_what_is_needed_is_said_of_the_leanest_try() -> None:
 
 def test_the_most_come_first_and_then_the_fewest() -> None:
     for fits, beyond, order in (
-        ({3, 6, 9, 18}, 2, [18, 3]), ({18}, 2, [18, 3, 6, 9]), ({9, 18}, 3, [18, 6, 9]), ({6}, 2, [18, 9, 6]),
+        ({3, 6, 9, 18}, 2, [18, 3]),
+        ({18}, 2, [18, 3, 6, 9]),
+        ({9, 18}, 3, [18, 6, 9]),
+        ({6}, 2, [18, 9, 6]),
         (set[int](), 2, [18, 9, 6, 3]),
-    ):  # fmt: skip
+    ):
         asked: list[int] = []
 
         def tried(count: int, asked: list[int] = asked, fits: set[int] = fits) -> list[int]:

@@ -36,9 +36,15 @@ def random_kind(seed: int, num_ops: int = 8) -> SegmentKind:
         values[f"g{index}"] = TensorSpec("float64", (4,))
         ops.append(Op(target="aten.mul.Tensor", args=("%t", f"%{read}"), outs=(f"g{index}",), phase=Phase.BACKWARD))
     return SegmentKind(
-        name="k0", graph=Graph(inputs=("x", "t"), outputs=(out,), sources=(), values=values, ops=tuple(ops)), params=(),
-        inputs=("x",), outputs=(out,), tangents=("t",), input_grads=("g0",), param_grads=(),
-    )  # fmt: skip
+        name="k0",
+        graph=Graph(inputs=("x", "t"), outputs=(out,), sources=(), values=values, ops=tuple(ops)),
+        params=(),
+        inputs=("x",),
+        outputs=(out,),
+        tangents=("t",),
+        input_grads=("g0",),
+        param_grads=(),
+    )
 
 
 def every_way(kind: SegmentKind, op_s: list[float], nbytes: dict[str, int]) -> list[tuple[int, float]]:

@@ -25,9 +25,18 @@ def wide() -> Tiny:
     """A vocabulary beside which two layers are little."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=2000, n_positions=16, resid_pdrop=0.1, embd_pdrop=0.1,
-        attn_pdrop=0.1, bos_token_id=None, eos_token_id=None, use_cache=False,
-    )  # fmt: skip
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        vocab_size=2000,
+        n_positions=16,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
     generator = torch.Generator().manual_seed(3)
     ids, labels = (torch.randint(0, 2000, (8, 16), generator=generator) for _ in range(2))
     labels[0, :5] = -100

@@ -32,9 +32,13 @@ def spans(found: ScheduleTimes) -> list[tuple[float, float]]:
 
 @settings(deadline=None)
 @given(
-    name=st.sampled_from(sorted(NAMED)), p=st.integers(1, 6), groups=st.integers(1, 4), more=st.integers(0, 3),
-    v=st.integers(0, 2), seed=st.randoms(use_true_random=False),
-)  # fmt: skip
+    name=st.sampled_from(sorted(NAMED)),
+    p=st.integers(1, 6),
+    groups=st.integers(1, 4),
+    more=st.integers(0, 3),
+    v=st.integers(0, 2),
+    seed=st.randoms(use_true_random=False),
+)
 def test_legal(name: str, p: int, groups: int, more: int, v: int, seed: object) -> None:
     """Complete, ordered, free of deadlock though every message blocks; whatever costs said where messages stand."""
     kind = NAMED[name]
@@ -44,11 +48,15 @@ def test_legal(name: str, p: int, groups: int, more: int, v: int, seed: object) 
     m = p * groups if name in ("interleaved", "chimera") else groups + more + (kind.num_replicas - 1)
     costs = tuple(
         StageCosts(
-            forward_s=seed.random() + 0.1, backward_s=seed.random() + 0.1, input_grad_s=seed.random() + 0.1,  # type: ignore[attr-defined]
-            weight_grad_s=seed.random() + 0.1, send_forward_s=seed.random(), send_backward_s=seed.random(),  # type: ignore[attr-defined]
+            forward_s=seed.random() + 0.1,
+            backward_s=seed.random() + 0.1,
+            input_grad_s=seed.random() + 0.1,  # type: ignore[attr-defined]
+            weight_grad_s=seed.random() + 0.1,
+            send_forward_s=seed.random(),
+            send_backward_s=seed.random(),  # type: ignore[attr-defined]
         )
         for _ in range(per * p)
-    )  # fmt: skip
+    )
     orders = named_orders(name, p, m, per)
     for given_costs in (None, costs):
         made = named_schedule(name, p, m, per, given_costs)

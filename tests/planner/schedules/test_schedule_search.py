@@ -29,12 +29,17 @@ def stages(rng: random.Random, count: int, send: bool = True) -> tuple[StageCost
         forward_s, input_grad_s, weight_grad_s = (rng.choice((0.5, 1.0, 1.5, 2.25)) for _ in range(3))
         found.append(
             StageCosts(
-                forward_s=forward_s, backward_s=input_grad_s + weight_grad_s, input_grad_s=input_grad_s,
-                weight_grad_s=weight_grad_s, send_forward_s=rng.choice((0.0, 0.25, 1.0)) if send else 0.0,
-                send_backward_s=rng.choice((0.0, 0.25, 1.0)) if send else 0.0, activation_bytes=rng.randint(3, 6),
-                weight_grad_bytes=rng.randint(1, 3), fixed_bytes=rng.randint(0, 4),
+                forward_s=forward_s,
+                backward_s=input_grad_s + weight_grad_s,
+                input_grad_s=input_grad_s,
+                weight_grad_s=weight_grad_s,
+                send_forward_s=rng.choice((0.0, 0.25, 1.0)) if send else 0.0,
+                send_backward_s=rng.choice((0.0, 0.25, 1.0)) if send else 0.0,
+                activation_bytes=rng.randint(3, 6),
+                weight_grad_bytes=rng.randint(1, 3),
+                fixed_bytes=rng.randint(0, 4),
             )
-        )  # fmt: skip
+        )
     return tuple(found)
 
 
@@ -158,8 +163,9 @@ def test_both_simulations_agree_and_nothing_is_below_the_bounds(seed: int) -> No
                         PipelineProblem(
                             stages=problem.stages, num_positions=p, num_microbatches=m, memory_bytes=(limit,) * p
                         ),
-                        placed, split,
-                    )  # fmt: skip
+                        placed,
+                        split,
+                    )
                     assert tight.fits(position, sequence) is fits
             steps.append((known.step_s, sequences))
         assert bound_s <= min(steps)[0] * (1 + 1e-12)
@@ -195,9 +201,13 @@ def test_memory_that_cannot_do() -> None:
 
     assert max(search(problem((30, 30)), SMALL).evaluation.peak_bytes) == 30  # one microbatch at a time
     whole = PipelineProblem(
-        stages=(StageCosts(activation_bytes=5, fixed_bytes=10),) * 4, num_positions=2, num_microbatches=3,
-        memory_bytes=(30, 30), split_backward=False, placement=(0, 1, 0, 1),
-    )  # fmt: skip
+        stages=(StageCosts(activation_bytes=5, fixed_bytes=10),) * 4,
+        num_positions=2,
+        num_microbatches=3,
+        memory_bytes=(30, 30),
+        split_backward=False,
+        placement=(0, 1, 0, 1),
+    )
     found = search(whole, Effort(exact=0))
     # stage 0's activation stays for 12 s, stage 2's for 6, 5 bytes each of 10, three times: 27 s
     assert found.bound_s == pytest.approx(27) and "position 0: its memory between fill and drain" in found.bound_scope

@@ -32,8 +32,11 @@ from paraplan.runtime.executing.tracker import Ledger, Tracker
 B, H, D = 2, 4, 16
 LAYOUTS = ("heads last", "heads first", "parts of one")
 MASKS: dict[str, tuple[tuple[int, int], bool]] = {
-    "none": ((0, 0), False), "bool": ((2, 1), True), "bias": ((1, 4), False), "scores": ((2, 4), False),
-}  # fmt: skip
+    "none": ((0, 0), False),
+    "bool": ((2, 1), True),
+    "bias": ((1, 4), False),
+    "scores": ((2, 4), False),
+}
 
 
 def _rows(layout: str, s: int, dtype: torch.dtype) -> list[Tensor]:
@@ -165,9 +168,18 @@ class _Torchs:
         return attention_kernels._attention_grad_math(g, q, k, v, out, lse, call, dmask)
 
     def _scaled_dot_product_cudnn_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: None, logs: bool, p: float, causal: bool, debug: bool, *,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: None,
+        logs: bool,
+        p: float,
+        causal: bool,
+        debug: bool,
+        *,
         scale: float,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         assert mask is None and logs and p == 0.0 and not debug
         whole = (*q.shape[:3], k.shape[2])
         out, lse = reference_kernels.attention(q, k, v, None, None, 0.0, 0, causal, scale, whole, (0, 0, 0, 0))
@@ -310,10 +322,17 @@ def _ways(plan: Plan, capability: int) -> list[LocalOp]:
 
 def _profiled(plan: Plan, device: str, seconds: dict[str, float]) -> Plan:
     times = tuple(
-        OpTime(target=op.target, flag=op.flag, inputs=op.inputs, outputs=op.outputs, detail=op.detail,
-               seconds=seconds[op.name])
-        for op in _ways(plan, 9) if op.name in seconds
-    )  # fmt: skip
+        OpTime(
+            target=op.target,
+            flag=op.flag,
+            inputs=op.inputs,
+            outputs=op.outputs,
+            detail=op.detail,
+            seconds=seconds[op.name],
+        )
+        for op in _ways(plan, 9)
+        if op.name in seconds
+    )
     return msgspec.structs.replace(plan, profile=Profile(device=device, name="x", torch="2", ops=times))
 
 

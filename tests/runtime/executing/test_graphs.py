@@ -307,9 +307,13 @@ class Booked(NotedGraphs):
 
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(Plain, {}), (Plain, {"microbatches": 3}), (Net, {"precision": "bf16"}),
-     (Plain, {"precision": "bf16", "microbatches": 2})],
-)  # fmt: skip
+    [
+        (Plain, {}),
+        (Plain, {"microbatches": 3}),
+        (Net, {"precision": "bf16"}),
+        (Plain, {"precision": "bf16", "microbatches": 2}),
+    ],
+)
 def test_the_pool_holds_what_is_predicted(cls: type[nn.Module], options: dict[str, Any]) -> None:
     plan, model = planned(cls, **options)
     (program,), graphs = plan.programs, Booked()

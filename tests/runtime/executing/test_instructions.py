@@ -16,9 +16,11 @@ from paraplan.runtime.executing.tracker import Ledger, Tracker
 
 
 def _fresh(result: Tensor, source: Tensor) -> bool:
-    return result.is_contiguous() and result.untyped_storage().data_ptr() != source.untyped_storage().data_ptr() and (
-        result.untyped_storage().nbytes() == result.numel() * result.element_size()
-    )  # fmt: skip
+    return (
+        result.is_contiguous()
+        and result.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+        and (result.untyped_storage().nbytes() == result.numel() * result.element_size())
+    )
 
 
 @pytest.mark.parametrize("dim", range(3))
@@ -35,10 +37,13 @@ def test_every_op_of_lowering_returns_fresh_contiguous_storage() -> None:
     x = torch.arange(12.0).reshape(3, 4).t()
     assert not x.is_contiguous()
     for result, wanted in (
-        (instructions.shard(x, 0, 2, 2), x[2:]), (instructions.first_only(x, 0), x), (instructions.first_only(x, 1),
-        torch.zeros(4, 3)), (instructions.reshape_copy(x, (2, 6)), x.reshape(2, 6)), (instructions.reshape_copy(x, (4,
-        3)), x), (instructions.copy_alone(x), x),
-    ):  # fmt: skip
+        (instructions.shard(x, 0, 2, 2), x[2:]),
+        (instructions.first_only(x, 0), x),
+        (instructions.first_only(x, 1), torch.zeros(4, 3)),
+        (instructions.reshape_copy(x, (2, 6)), x.reshape(2, 6)),
+        (instructions.reshape_copy(x, (4, 3)), x),
+        (instructions.copy_alone(x), x),
+    ):
         assert torch.equal(result, wanted) and _fresh(result, x)
 
 
@@ -47,18 +52,21 @@ MADE_BY = {
     "stack": lambda x: (instructions.stack(x.t(), 2, 1), instructions.stack(x, 2, 1, 2)),
     "unstack": lambda x: (instructions.unstack(x.contiguous(), 2, 1), instructions.unstack(x.contiguous(), 2, 1, 5)),
     "first_only": lambda x: instructions.first_only(x, 1),
-    "reshape_copy": lambda x: instructions.reshape_copy(x, (2, 6)), "write": lambda x: instructions.write(x, x + 1),
+    "reshape_copy": lambda x: instructions.reshape_copy(x, (2, 6)),
+    "write": lambda x: instructions.write(x, x + 1),
     "write_many": lambda x: instructions.write_many([x], [x + 1]),
     "cast_many": lambda x: instructions.cast_many([x, x.t()], torch.float64),
-    "fill_tail": lambda x: instructions.fill_tail(x, 0, 7, 4), "fill_tail_": lambda x: instructions.fill_tail_(x, 0,
-    7, 4), "put_": lambda x: instructions.put_(x, x[:2] + 1, 0, 1), "grow_": lambda x: instructions.grow_(x, x + 1),
+    "fill_tail": lambda x: instructions.fill_tail(x, 0, 7, 4),
+    "fill_tail_": lambda x: instructions.fill_tail_(x, 0, 7, 4),
+    "put_": lambda x: instructions.put_(x, x[:2] + 1, 0, 1),
+    "grow_": lambda x: instructions.grow_(x, x + 1),
     "constant": lambda x: instructions.constant([1.0, 2.0], torch.float64, (2,)),
     "pack": lambda x: instructions.pack([x, x.contiguous()], 2, [0, 0]),
     "unpack": lambda x: instructions.unpack(x.reshape(-1), [(3,), (9,)]),
     "linear_rows": lambda x: instructions.linear_rows(x, x.t(), None, True, 2, 1, 0, 0),
     "linear_into_": lambda x: instructions.linear_into_(x.new_zeros(4, 4), x[:2], x.t(), None, True, 1, 2, 1, 0),
     "unpack_stacked": lambda x: instructions.unpack_stacked(x.reshape(-1), 2, [(2,), (4,)], [0, 0]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("function", sorted(instructions.LAYOUT_KERNELS, key=lambda f: f.__name__))

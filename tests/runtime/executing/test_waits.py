@@ -31,9 +31,16 @@ from tests.captures import program_of
 
 pytest.importorskip("triton")
 READS = {
-    "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "bincount", "_unique2", "unique_dim",
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "equal",
+    "masked_select",
+    "bincount",
+    "_unique2",
+    "unique_dim",
     "unique_consecutive",
-}  # fmt: skip
+}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
@@ -121,10 +128,18 @@ def _trained(name: str, precision: str, steps: int = 2) -> list[tuple[str, str]]
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("gpt2", "bf16"), ("gpt2_lora", "fp8"), ("t5", "bf16"), ("vit", "bf16"), ("unet", "fp32"),
-        ("dlrm", "fp32"), ("lstm", "fp32"), ("gshard", "bf16"), ("mixtral", "bf16"), ("qwen3_moe", "fp32"),
+        ("gpt2", "bf16"),
+        ("gpt2_lora", "fp8"),
+        ("t5", "bf16"),
+        ("vit", "bf16"),
+        ("unet", "fp32"),
+        ("dlrm", "fp32"),
+        ("lstm", "fp32"),
+        ("gshard", "bf16"),
+        ("mixtral", "bf16"),
+        ("qwen3_moe", "fp32"),
     ],
-)  # fmt: skip
+)
 def test_a_step_waits_for_nothing(name: str, precision: str) -> None:
     assert _trained(name, precision) == []
 

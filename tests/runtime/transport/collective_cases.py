@@ -66,9 +66,12 @@ def _permute(n: int, block: Dims, reduction: str) -> Parts:
 
 
 EVEN: dict[str, Callable[[int, Dims, str], Parts]] = {
-    "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
     "permute": _permute,
-}  # fmt: skip
+}
 BLOCKS = ((3, 4), (5,), (1, 2, 3), (2, 1))
 
 

@@ -105,8 +105,12 @@ def test_a_cpu_process_sets_no_device(gpus: Callable[[int], list[tuple[int, Any]
 
 @pytest.mark.parametrize(
     ("env", "threads"),
-    [({}, 16), ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, 2), ({"OMP_NUM_THREADS": "5"}, 5),
-     ({"LOCAL_WORLD_SIZE": "32"}, 1)],
-)  # fmt: skip
+    [
+        ({}, 16),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, 2),
+        ({"OMP_NUM_THREADS": "5"}, 5),
+        ({"LOCAL_WORLD_SIZE": "32"}, 1),
+    ],
+)
 def test_ranks_share_the_cores_of_their_node(env: dict[str, str], threads: int) -> None:
     assert host_threads(env, cores=16) == threads

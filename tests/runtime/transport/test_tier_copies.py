@@ -60,38 +60,67 @@ def wait(issued: str, held: str, out: str) -> Instr:
 def there_and_back(tier: str, strides: Dims = (6, 1)) -> RankProgram:
     """x + x and x · x, x being on a tier between; the copy back is waited for in another block."""
     out = Block(
-        name="k.0.F", role=BlockRole.FORWARD, inputs=("x",), outputs=("y",), saved=("h'",), values={
-            "x": value("x", strides), "y": value("y", strides), "h": value("h", strides, tier),
+        name="k.0.F",
+        role=BlockRole.FORWARD,
+        inputs=("x",),
+        outputs=("y",),
+        saved=("h'",),
+        values={
+            "x": value("x", strides),
+            "y": value("y", strides),
+            "h": value("h", strides, tier),
             "h'": value("h", strides, tier, owns=False),
         },
         instrs=(copy("offload", "x", "h", tier), op("aten.add.Tensor", "x", "y"), wait("h", "x", "h'")),
-    )  # fmt: skip
+    )
     ahead = Block(
-        name="k.1.P", role=BlockRole.PREFETCH, inputs=("h",), outputs=("p",), saved=(),
-        values={"h": value("h", strides, tier), "p": value("p", strides)}, instrs=(copy("prefetch", "h", "p", tier),),
-    )  # fmt: skip
+        name="k.1.P",
+        role=BlockRole.PREFETCH,
+        inputs=("h",),
+        outputs=("p",),
+        saved=(),
+        values={"h": value("h", strides, tier), "p": value("p", strides)},
+        instrs=(copy("prefetch", "h", "p", tier),),
+    )
     back = Block(
-        name="k.0.B", role=BlockRole.BACKWARD, inputs=("p", "h"), outputs=("z",), saved=(), values={
-            "h": value("h", strides, tier), "p": value("p", strides), "x": value("p", strides, owns=False),
+        name="k.0.B",
+        role=BlockRole.BACKWARD,
+        inputs=("p", "h"),
+        outputs=("z",),
+        saved=(),
+        values={
+            "h": value("h", strides, tier),
+            "p": value("p", strides),
+            "x": value("p", strides, owns=False),
             "z": value("z", strides),
         },
         instrs=(wait("p", "h", "x"), op("aten.mul.Tensor", "x", "z", frees="x")),
-    )  # fmt: skip
+    )
 
     def call(block: Block, args: str, outs: str, drops: str = "") -> Step:
         return Step(
-            kind=StepKind.CALL, action="0F0", block=block.name, args=all_named(args), outs=all_named(outs),
-            drops=all_named(drops), microbatch=0, segment=0,
-        )  # fmt: skip
+            kind=StepKind.CALL,
+            action="0F0",
+            block=block.name,
+            args=all_named(args),
+            outs=all_named(outs),
+            drops=all_named(drops),
+            microbatch=0,
+            segment=0,
+        )
 
     return RankProgram(
-        mesh_axes=("dp",), mesh_shape=(1,), num_microbatches=1, blocks={b.name: b for b in (out, ahead, back)},
-        outer={
-            X: OuterValue(role=Role.BATCH, source="x", dtype="float64", shape=(4, 6), layout="R", nbytes=192)
-        },
+        mesh_axes=("dp",),
+        mesh_shape=(1,),
+        num_microbatches=1,
+        blocks={b.name: b for b in (out, ahead, back)},
+        outer={X: OuterValue(role=Role.BATCH, source="x", dtype="float64", shape=(4, 6), layout="R", nbytes=192)},
         steps=(call(out, "x@0", "y@0 h@0", "x@0"), call(ahead, "h@0", "p@0"), call(back, "p@0 h@0", "z@0", "p@0 h@0")),
-        loss=Z, grads={}, optimizer_bytes=0, update_workspace_bytes=0,
-    )  # fmt: skip
+        loss=Z,
+        grads={},
+        optimizer_bytes=0,
+        update_workspace_bytes=0,
+    )
 
 
 def op(target: str, source: str, out: str, frees: str = "") -> Instr:

@@ -118,8 +118,9 @@ def _tile_grad(queries, keys, values, grad, lse, delta, mask, seed, place, m, n,
                has_mask: tl.constexpr, bool_mask: tl.constexpr, causal: tl.constexpr,
                drops: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     """drop(P) and the gradient of S of a tile."""
-    scores = _scores(queries, keys, mask, m, n, s, t, mask_base, mask_m, mask_n, ahead, scale, has_mask, bool_mask,
-                     causal)  # fmt: skip
+    scores = _scores(
+        queries, keys, mask, m, n, s, t, mask_base, mask_m, mask_n, ahead, scale, has_mask, bool_mask, causal
+    )
     whole = tl.load(lse + place + m, mask=m < s, other=float("-inf"))
     finite = whole > float("-inf")
     probs = tl.where(finite[:, None], tl.exp(scores - tl.where(finite, whole, 0.0)[:, None]), 0.0)

@@ -15,6 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from paraplan.ir.machine.mesh import Layout, Shard, parse_layout
 from paraplan.ir.model.program import master_dtype, trained_params
@@ -113,6 +117,19 @@ class ChainMemory:
     def kept_bytes(self, first: int, stop: int) -> int:
         """What a stage keeps whatever is in flight."""
         return self._of_params(self.param_bytes, first, stop)
+
+    @cached_property
+    def kept(self) -> npt.NDArray[np.float64]:
+        """[n + 1, n + 1]: `kept_bytes` of the segments [i, j)."""
+        n = len(self.params)
+        found = np.zeros((n + 1, n + 1))
+        for first in range(n):
+            seen: set[str] = set()
+            for stop in range(first + 1, n + 1):
+                new = set(self.params[stop - 1]) - seen
+                seen |= new
+                found[first, stop] = found[first, stop - 1] + sum(self.param_bytes.get(name, 0) for name in new)
+        return found
 
     def gradient_bytes(self, first: int, stop: int) -> int:
         """The gradients of a stage."""

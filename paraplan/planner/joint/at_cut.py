@@ -1,0 +1,134 @@
+"""What positions make of a cut: what their stages recompute to fit, and when the last of them ends a step.
+
+Positions need not be equal: each has prices of its own devices, and room of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from paraplan.planner.pipeline.cuts.balanced_cuts import Short
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
+from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.recompute.kind_options import RematOption
+from paraplan.planner.schedules.order_times import Ended, OrderTimes
+from paraplan.planner.schedules.schedule_problem import StageCosts
+
+
+@dataclass(frozen=True)
+class PricedPosition:
+    """A position of a pipeline.
+
+    Attributes:
+        prices: of its devices.
+        room: bytes that it may hold beside what calls and reductions under way hold for a moment.
+    """
+
+    prices: StagePrices
+    room: int
+
+
+def recomputed(
+    positions: Sequence[PricedPosition], bounds: Bounds, stages: tuple[StageCosts, ...], orders: OrderTimes
+) -> tuple[tuple[StageCosts, ...], int | None, tuple[int, ...]]:
+    """Stages with as much recomputed as fits.
+
+    Args:
+        positions, bounds, stages: of the pipeline, the cut and its stages, nothing recomputed.
+        orders: of the schedule.
+    Returns:
+        the stages; None where nothing had to be, 0 where that fits, else the bytes that are missing; what each segment
+        takes, () where nothing had to be.
+    """
+    found, missing, any_over = list(stages), 0, False
+    taken = [0] * len(positions[0].prices.options)
+    saved, deferred = [each.activation_bytes for each in stages], [each.weight_grad_bytes for each in stages]
+    for position, mine in enumerate(orders.held):
+        prices = positions[position].prices
+        left = positions[position].room - sum(stages[stage].fixed_bytes for stage in mine)
+        if orders.waiting_bytes(position, saved, deferred) <= left:
+            continue
+        any_over = True
+        for price in prices.per_byte:
+            best = [_best(options, price) for options in prices.sharding.options]
+            for stage in mine:
+                for i in range(*bounds[stage]):
+                    taken[i] = best[prices.sharding.job.program.segments[i].kind]
+                saved[stage] = sum(prices.options[i][taken[i]].saved_bytes for i in range(*bounds[stage]))
+            over = orders.waiting_bytes(position, saved, deferred) - left
+            if over <= 0:
+                break
+        missing = max(missing, over)
+        for stage in mine:
+            extra = sum(prices.options[i][taken[i]].extra_s for i in range(*bounds[stage]))
+            was = stages[stage]
+            found[stage] = msgspec.structs.replace(
+                was,
+                backward_s=was.backward_s + extra,
+                input_grad_s=was.input_grad_s + extra,
+                activation_bytes=saved[stage],
+            )
+    return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
+
+
+def short_of(
+    positions: Sequence[PricedPosition],
+    bounds: Bounds,
+    stages: Sequence[StageCosts],
+    orders: OrderTimes,
+    taken: Sequence[int],
+) -> tuple[Short, ...]:
+    """What memory makes of positions' loads: of one that is over, what it makes again for every byte it is over by; of
+    one that is not, were it to be, the least of others'. `stages` recompute nothing, `taken` is what they have to."""
+    peaks = orders.peak_bytes(tuple(stages))
+    own_s, again = [], []
+    for position, mine in enumerate(orders.held):
+        prices, room = positions[position].prices, positions[position].room
+        own_s.append(sum(sum(prices.seconds[slice(*bounds[stage])]) for stage in mine) or 1.0)
+        extra = sum(prices.options[i][taken[i]].extra_s for s in mine for i in range(*bounds[s])) if taken else 0.0
+        again.append(extra / max(peaks[position] - room, 1))
+    least = min((each for each in again if each > 0), default=max(positions[0].prices.per_byte))
+    return tuple(
+        Short(peak / own, float(at.room), each or least)
+        for peak, own, each, at in zip(peaks, own_s, again, positions, strict=True)
+    )
+
+
+def step_ended_s(
+    positions: Sequence[PricedPosition],
+    bounds: Bounds,
+    stages: Sequence[StageCosts],
+    orders: OrderTimes,
+    found: Ended,
+) -> float:
+    """When the last position has reduced its gradients and updated: those of a stage that hands a gradient on from
+    its last backward's end, those of the first beside it."""
+    over_s, ended_s, gathered_s = found.stage_s, found.step_s, 0.0
+    for position, mine in enumerate(orders.held):
+        prices, link_s = positions[position].prices, 0.0
+        whole = sum(prices.seconds) or 1.0
+        share = {stage: sum(prices.seconds[slice(*bounds[stage])]) / whole for stage in mine}
+        for stage in sorted(mine, key=lambda stage: over_s[stage]):
+            reduce_s, parts = prices.reduce_s * share[stage], bounds[stage][1] - bounds[stage][0]
+            beside_s = stages[stage].backward_s * (parts - 1) / parts if stage == 0 else 0.0
+            link_s = max(link_s, over_s[stage] - beside_s) + reduce_s
+            link_s = max(link_s, over_s[stage] + (reduce_s / parts if stage == 0 else 0.0))
+        ended_s = max(ended_s, link_s + prices.update_s * sum(share[stage] for stage in mine))
+        if 0 in share:
+            gathered_s = prices.gather_s * share[0]
+    return ended_s + gathered_s
+
+
+def deferred_bytes(prices: StagePrices, bound: tuple[int, int]) -> int:
+    """What a stage keeps of a microbatch between the halves of its backward."""
+    sharding = prices.sharding
+    return sum(sharding.deferred[segment.kind] for segment in sharding.job.program.segments[slice(*bound)])
+
+
+def _best(options: Sequence[RematOption], price: float) -> int:
+    """The number of the option that takes least at a price per byte."""
+    found = ((each.extra_s + price * each.saved_bytes, each.saved_bytes) for each in options)
+    return min(enumerate(found), key=lambda each: each[1])[0]

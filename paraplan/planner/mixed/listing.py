@@ -1,0 +1,102 @@
+"""The space of pipelines over all groups of a cluster: orders of the groups, positions and meshes of each, microbatches
+and schedules.
+
+Inside a group a position has equal parts of its devices, along nodes. Every order of up to `FEW` groups is looked
+at, of more the order of the cluster, by memory and by speed, and their reverses. Schedules whose stages lie on several
+positions (GEMS, Chimera) are left out: their copies would have to be sharded alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.joint.combinations import EACH, inner_meshes, microbatch_counts, replica_counts
+from paraplan.planner.mixed.group_sets import FEW, cluster_of
+from paraplan.planner.mixed.positions import MixedPipeline, Span
+from paraplan.planner.pipeline.first_devices import first_devices
+from paraplan.planner.schedules.named import NAMED
+from paraplan.rules.time_axis import program_micro
+
+MOST_SPANS = 4096
+"""Ways to divide the groups beyond which positions of a group are as few or as many as they can be."""
+
+
+def group_orders(job: Job) -> tuple[tuple[int, ...], ...]:
+    """In which orders a pipeline may go through the groups."""
+    groups = job.cluster.groups
+    everything = tuple(range(len(groups)))
+    if len(groups) <= FEW:
+        return tuple(itertools.permutations(everything))
+    by_memory = tuple(sorted(everything, key=lambda g: -groups[g].device.memory_bytes))
+    by_speed = tuple(sorted(everything, key=lambda g: -max(groups[g].device.flops_per_s.values())))
+    orders = (everything, by_memory, by_speed)
+    return tuple(dict.fromkeys((*orders, *(order[::-1] for order in orders))))
+
+
+def inner_constraints(constraints: Constraints) -> Constraints:
+    """What is pinned inside positions."""
+    return msgspec.structs.replace(constraints, pp=None, schedule=None, stages=None)
+
+
+def span_options(job: Job, constraints: Constraints, group: int) -> dict[Span, frozenset[int]]:
+    """How a group's devices may be divided into positions, each with the microbatches that it can take."""
+    cluster, inner, found = cluster_of(job.cluster, (group,)), inner_constraints(constraints), {}
+    n = cluster.num_devices
+    for count in (d for d in range(1, n + 1) if n % d == 0):
+        try:
+            check_constraints(msgspec.structs.replace(inner, pp=count), n)
+            part = first_devices(cluster, count)
+        except ConstraintError:
+            continue
+        per_node = part.groups[0].devices_per_node
+        for mesh in inner_meshes(part.num_devices, per_node, inner):
+            replicas = replica_counts(inner, mesh, part.num_devices, per_node)
+            found[Span(group, count, mesh)] = frozenset(microbatch_counts(job, inner, replicas))
+    return found
+
+
+def divisions(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[Span, ...], tuple[int, ...]]]:
+    """Ways to divide all groups into positions, in the order of the cluster, and the microbatches each can take, the
+    most first."""
+    options = [span_options(job, constraints, group) for group in range(len(job.cluster.groups))]
+    ways = 1
+    for each in options:
+        ways *= len(each)
+    if ways > MOST_SPANS:
+        options = [_fewest_and_most(each) for each in options]
+    for spans in itertools.product(*options):
+        if constraints.pp is not None and sum(span.count for span in spans) != constraints.pp:
+            continue
+        shared = frozenset.intersection(*(options[at][span] for at, span in enumerate(spans)))
+        if shared:
+            yield spans, tuple(sorted(shared, reverse=True))
+
+
+def _fewest_and_most(options: dict[Span, frozenset[int]]) -> dict[Span, frozenset[int]]:
+    counts = sorted({span.count for span in options})
+    kept = {*counts[:2], *counts[-2:]}
+    return {span: micros for span, micros in options.items() if span.count in kept}
+
+
+def scheduled(
+    job: Job, constraints: Constraints, spans: tuple[Span, ...], microbatches: int
+) -> Iterator[MixedPipeline]:
+    """The pipelines of some spans in this order: every schedule that takes them, with every number of stages a
+    position."""
+    segments, micro = len(job.program.segments), program_micro(job.program, microbatches)
+    pp = sum(span.count for span in spans)
+    asked = len(constraints.stages) if constraints.stages else None
+    for name in tuple(NAMED) if constraints.schedule is None else (constraints.schedule,):
+        kind = NAMED.get(name)
+        if kind is None or kind.num_replicas > 1 or (micro.has_tail and name != "gpipe" and microbatches > 1):
+            continue
+        for each in EACH if kind.counts(pp, microbatches) else ():
+            if pp * each <= segments and kind.takes(each) and asked in (None, pp * each):
+                yield MixedPipeline(spans, microbatches, name, each)

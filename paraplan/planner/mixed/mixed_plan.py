@@ -1,0 +1,119 @@
+"""The plan of a pipeline over differing positions: each stage from its own position's sharding, on its own mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
+
+from paraplan.cost_models.realised_plan import Realised, realised
+from paraplan.ir.plan import Plan, Stage
+from paraplan.planner.assemble import Job, assemble
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.mixed.positions import MixedPipeline, Position, device_budgets
+from paraplan.planner.passes.cast_holding import cast_once
+from paraplan.planner.passes.grad_reductions import ROOM, reducing
+from paraplan.planner.passes.message_parts import parted
+from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
+from paraplan.planner.pipeline.open_choices import check_turns
+from paraplan.planner.pipeline.pipeline import cut_stages, on_meshes
+from paraplan.planner.pipeline.stage_memory import Activations, Cell, Options, recomputing
+from paraplan.planner.recompute.presets import preset_activations
+from paraplan.planner.schedules.complete import complete
+from paraplan.planner.schedules.named import named_orders
+from paraplan.planner.schedules.schedule_problem import Orders, holders_of, stages_of
+
+
+@dataclass(frozen=True)
+class MixedCase:
+    """A pipeline whose positions, and their shardings, are chosen.
+
+    Attributes:
+        job, constraints: what is planned, and what is pinned.
+        pipeline, positions: which; in its order.
+    """
+
+    job: Job
+    constraints: Constraints
+    pipeline: MixedPipeline
+    positions: tuple[Position, ...]
+
+    @cached_property
+    def orders(self) -> Orders:
+        """What every position computes."""
+        return named_orders(self.pipeline.schedule, self.pipeline.pp, self.pipeline.microbatches, self.pipeline.each)
+
+    @cached_property
+    def budgets(self) -> tuple[int, ...]:
+        """Per device, what it may hold."""
+        return device_budgets(self.job.cluster, self.positions)
+
+    @cached_property
+    def _position_of(self) -> dict[int, Position]:
+        """Stage -> its position."""
+        held = stages_of(self.orders)
+        return {stage: position for position, mine in zip(self.positions, held, strict=True) for stage in mine}
+
+    def made(self, bounds: Bounds, taken: Sequence[int]) -> Realised:
+        """The plan at a cut, with as little recomputed as fits: no more than `taken` where that fits."""
+        preset = self.constraints.recompute
+        if preset is not None:
+            pinned = preset_activations(self.job.program, preset) if preset != "none" else ()
+            return self.priced(bounds, pinned)
+        begun = self.priced(bounds, self._fates(bounds, taken))
+        if begun.left_bytes(self.budgets) >= 0 or begun.over_bytes:
+            return begun
+        return recomputing(begun, lambda fates: self.priced(bounds, fates), self._options, self.budgets, taken)
+
+    def over_bytes(self, made: Realised) -> tuple[int, ...]:
+        """Per position, by how much a plan of it is over the position's budget; 0 where it fits."""
+        over, of = made.over_budget_bytes(self.budgets), made.plan.schedule.rank_class
+        return tuple(max(0, *(over[of[device]] for device in each.mesh.devices)) for each in self.positions)
+
+    def quickened(self, made: Realised) -> Realised:
+        """The plan with what makes its step shorter in the same layouts."""
+        made = reducing(parted(cast_once(made, self.budgets), self.budgets), self.budgets)
+        return overlapped(made, self.constraints.overlap, self.budgets)
+
+    def _options(self, cell: Cell) -> Options:
+        return self._position_of[cell[0]].prices.sharding.options
+
+    def _fates(self, bounds: Bounds, taken: Sequence[int]) -> Activations:
+        if not taken:
+            return ()
+        segments, found = self.job.program.segments, list[dict[str, str]]()
+        for stage, bound in enumerate(bounds):
+            options = self._position_of[stage].prices.sharding.options
+            found += [options[segments[i].kind][taken[i]].activations for i in range(*bound)]
+        return tuple(found)
+
+    def priced(self, bounds: Bounds, activations: Activations = ()) -> Realised:
+        """The plan at a cut, lowered and simulated.
+
+        Raises:
+            InvalidPlanError: a value that several positions read comes back in differing layouts.
+        """
+        program, stages, wholes = self.job.program, list[Stage](), dict[int, Plan]()
+        for stage, bound in enumerate(bounds):
+            position = self._position_of[stage]
+            sharding = position.prices.sharding
+            if id(sharding) not in wholes:
+                decisions = replace(sharding.decisions, activations=activations)
+                wholes[id(sharding)] = assemble(sharding.job, decisions)
+            stages += cut_stages(program, wholes[id(sharding)].stages[0], [bound], [position.mesh])
+        whole, *others = wholes.values()
+        notes = dict.fromkeys(note for each in (whole, *others) for note in each.notes)
+        schedule = complete(self.pipeline.schedule, self.orders)
+        check_turns(program, self.pipeline.microbatches, self.pipeline.schedule, schedule, len(bounds))
+        plan = msgspec.structs.replace(
+            whole,
+            cluster=self.job.cluster,
+            stages=tuple(stages),
+            reducing_bytes=min(self.budgets) // ROOM,
+            notes=tuple(notes),
+        )
+        meshes = [position.mesh for position in self.positions]
+        return realised(on_meshes(plan, schedule, holders_of(self.orders), meshes))

@@ -1,0 +1,109 @@
+"""Prices of spans: each kind of group is priced once per mesh and samples, however many positions and orders ask.
+
+A group is priced as a cluster of its own (`joint.pricing`), with its own devices, links and rates; groups that are
+equal in all share prices. As the others hold a part of the model, it is priced as if its devices had the memory of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError
+from paraplan.lowering import lower
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.pricing import PRICED_SHARE, Pricing
+from paraplan.planner.mixed.group_sets import cluster_of
+from paraplan.planner.mixed.listing import inner_constraints
+from paraplan.planner.mixed.positions import Span
+from paraplan.planner.pipeline.shorten import runs_of, shortened
+from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
+
+
+@dataclass
+class SpanPrices:
+    """Prices of all groups.
+
+    Attributes:
+        job, constraints: what is planned, and what is pinned.
+        progress: told what is being priced.
+        limit_s: for all pricing.
+    """
+
+    job: Job
+    constraints: Constraints
+    progress: Callable[[str], None]
+    limit_s: float
+    _pricings: dict[bytes, Pricing] = field(default_factory=dict)
+    _there: dict[tuple[Span, int, int], StagePrices | None] = field(default_factory=dict)
+
+    def budget(self, group: int) -> int:
+        """Bytes that a device of a group may hold."""
+        return device_budget(cluster_of(self.job.cluster, (group,)), self.constraints)
+
+    def price(self, wanted: Iterable[tuple[Span, int]]) -> None:
+        """Price what spans and microbatches need, each group kind in its share of the time."""
+        listed: dict[bytes, dict[Combination, None]] = {}
+        first: dict[bytes, int] = {}
+        for span, count in wanted:
+            kind = self._kind(span.group)
+            first.setdefault(kind, span.group)
+            listed.setdefault(kind, {})[_combination(span, count)] = None
+        for kind, combinations in listed.items():
+            pricing = self._pricing(first[kind], self.limit_s / len(listed))
+            pricing.price_all(tuple(combinations))
+
+    def of(self, span: Span, microbatches: int) -> tuple[StagePrices, ...]:
+        """What was priced for a span, fastest first; nothing where there is no sharding, or none was looked for."""
+        pricing = self._pricings.get(self._kind(span.group))
+        return () if pricing is None else pricing.of(_combination(span, microbatches))
+
+    def mesh_shape(self, span: Span, microbatches: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The mesh of a position, of one that was priced."""
+        return self._pricings[self._kind(span.group)].mesh_shape(_combination(span, microbatches), shape)
+
+    def there(self, span: Span, microbatches: int, prices: StagePrices) -> StagePrices | None:
+        """Prices of a sharding on a span's own mesh; None where its dims do not divide there."""
+        key = (span, microbatches, id(prices))
+        if key not in self._there:
+            self._there[key] = self._on_mesh(span, microbatches, prices)
+        return self._there[key]
+
+    def _on_mesh(self, span: Span, microbatches: int, prices: StagePrices) -> StagePrices | None:
+        pricing = self._pricings[self._kind(span.group)]
+        try:
+            part, _, mesh = pricing.position(_combination(span, microbatches))
+            decisions = replace(prices.sharding.decisions, mesh=mesh, num_microbatches=microbatches)
+            sharding = Sharding(part, decisions, prices.sharding.options)
+            lower(few_microbatches(shortened(sharding.whole, runs_of(sharding.whole)).plan))
+        except (ConstraintError, NoPlanError, ParaplanError, LookupError, ValueError):
+            return None
+        return replace(prices, sharding=sharding)
+
+    def _kind(self, group: int) -> bytes:
+        """What prices of a group hang on."""
+        own = self.job.cluster.groups[group]
+        return msgspec.json.encode((own, self.job.cluster.between_nodes))
+
+    def _pricing(self, group: int, limit_s: float) -> Pricing:
+        kind, cluster = self._kind(group), self.job.cluster
+        if kind not in self._pricings:
+            alone = cluster_of(cluster, (group,))
+            groups = range(len(cluster.groups))
+            sizes = [each.nodes * each.devices_per_node for each in cluster.groups]
+            whole = sum(self.budget(each) * size for each, size in zip(groups, sizes, strict=True))
+            job, inner = replace(self.job, cluster=alone), inner_constraints(self.constraints)
+            self._pricings[kind] = Pricing(
+                job, inner, whole // alone.num_devices, self.progress, Deadline(limit_s / PRICED_SHARE)
+            )
+        return self._pricings[kind]
+
+
+def _combination(span: Span, microbatches: int) -> Combination:
+    """A span as a pipeline over its own group."""
+    return Combination(span.count, span.mesh, microbatches, "1f1b", 1)

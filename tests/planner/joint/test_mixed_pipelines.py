@@ -1,0 +1,228 @@
+"""Pipelines over groups of differing devices and links: against every order and cut, executed, within each budget."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paraplan.capture import capture
+from paraplan.cost_models.realised_plan import Realised
+from paraplan.ir.machine.cluster import ClusterSpec, Link, NodeGroup, check_cluster
+from paraplan.ir.model.program import Program
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.mixed.listing import divisions, group_orders
+from paraplan.planner.mixed.mixed_estimate import MixedEstimate
+from paraplan.planner.mixed.mixed_plan import MixedCase
+from paraplan.planner.mixed.search_mixed import MixedSearch, allows_mixed, search_mixed
+from paraplan.planner.mixed.work_bound import work_bound_s
+from paraplan.planner.search import find, search
+from tests.runtime.pipelines import run
+from tests.runtime.web import batch, program, web
+
+(LOCAL,) = ClusterSpec.local(2).groups
+WIDTHS = (24, 96, 48, 160, 32, 64, 8)
+
+
+class Chain(nn.Module):
+    """Layers of different sizes, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * x).mean()
+
+
+def chain() -> Chain:
+    torch.manual_seed(0)
+    return Chain().double()
+
+
+def rows() -> dict[str, Tensor]:
+    return {"x": torch.randn(256, WIDTHS[0], dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+
+
+@functools.cache
+def chained() -> Program:
+    return capture(chain(), rows(), precision="fp64")
+
+
+def group(speed: float, devices: int = 1, memory_bytes: int = 4 << 30, link: float = 1.0) -> NodeGroup:
+    """A node of CPU processes so many times as fast as `ClusterSpec.local`'s, their link likewise."""
+    device = msgspec.structs.replace(
+        LOCAL.device, kind=f"cpu x{speed:g}", memory_bytes=memory_bytes, reserves=(), launch_s=1e-7,
+        flops_per_s={dtype: rate * speed / 25 for dtype, rate in LOCAL.device.flops_per_s.items()},
+        memory_bytes_per_s=LOCAL.device.memory_bytes_per_s * speed,
+    )  # fmt: skip
+    in_node = Link(bytes_per_s=LOCAL.in_node.bytes_per_s * link, latency_s=1e-6)
+    return msgspec.structs.replace(LOCAL, device=device, devices_per_node=devices, in_node=in_node)
+
+
+def cluster(*groups: NodeGroup, between: float = 1e9) -> ClusterSpec:
+    slow = Link(bytes_per_s=between, latency_s=1e-6)
+    return check_cluster(ClusterSpec(name="mixed", groups=groups, between_nodes=slow))
+
+
+def job(on: ClusterSpec, of: Program) -> Job:
+    return Job(of, on, OPTIMIZERS["adamw"], ModelRef(display="chain"), {})
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def searched(on: ClusterSpec, of: Program, pins: Constraints) -> tuple[MixedSearch, list[MixedEstimate]]:
+    """A search whose spans are priced, and the best estimate of every division and order of the groups."""
+    made = MixedSearch(job(on, of), pins, lambda _: None, Deadline(60.0))
+    ways = list(divisions(made.job, pins))
+    made.prices.price((span, count) for spans, counts in ways for span in spans for count in counts)
+    found: dict[object, MixedEstimate] = {}
+    for estimate in itertools.chain.from_iterable(made.estimates([way]) for way in ways):
+        found.setdefault(estimate.pipeline.spans, estimate)
+    return made, list(found.values())
+
+
+def case_of(search: MixedSearch, estimate: MixedEstimate) -> MixedCase:
+    return MixedCase(search.job, search.constraints, estimate.pipeline, estimate.positions)
+
+
+def every_plan(search: MixedSearch, estimates: list[MixedEstimate]) -> Iterator[tuple[MixedCase, Realised]]:
+    """Every cut of every order, each device's budget apart."""
+    segments = len(search.job.program.segments)
+    for estimate in estimates:
+        case = case_of(search, estimate)
+        for points in itertools.combinations(range(1, segments), estimate.pipeline.num_stages - 1):
+            yield case, case.priced(tuple(itertools.pairwise((0, *points, segments))))
+
+
+PINS = Constraints(schedule="1f1b", microbatches=4, recompute="none", reserve_bytes=0)
+
+
+@pytest.mark.parametrize("speeds", [(4.0, 1.0), (1.0, 4.0), (1.0, 3.0, 2.0)])
+@pytest.mark.parametrize("between", [1e7, 1e9])
+def test_no_order_of_groups_and_no_cut_is_faster(speeds: tuple[float, ...], between: float) -> None:
+    on = cluster(*map(group, speeds), between=between)
+    pins = msgspec.structs.replace(PINS, pp=len(speeds))
+    search, estimates = searched(on, chained(), pins)
+    assert {each.pipeline.spans for each in estimates} == {
+        tuple(spans[at] for at in order)
+        for spans, _ in divisions(search.job, pins)
+        for order in group_orders(search.job)
+    }
+    least = min(made.simulation.step_s for _, made in every_plan(search, estimates))
+    plan = search_mixed(job(on, chained()), pins, Deadline(60.0), lambda _: None)
+    assert step_s(plan) <= least * (1 + 1e-9)
+    assert plan.certificate is not None and 0 < plan.certificate.bound_s <= least
+
+
+def test_the_order_of_groups_in_the_cluster_decides_nothing() -> None:
+    fast, slow = group(4.0), group(1.0)
+    pins = msgspec.structs.replace(PINS, pp=2)
+    one, other = (search_mixed(job(cluster(*each), chained()), pins, Deadline(60.0), lambda _: None)
+                  for each in ((fast, slow), (slow, fast)))  # fmt: skip
+    assert step_s(one) == step_s(other)
+    assert [(each.first, each.stop) for each in one.stages] == [(each.first, each.stop) for each in other.stages]
+
+
+def test_a_faster_device_has_more_to_do() -> None:
+    on = cluster(group(8.0), group(1.0))
+    plan = search_mixed(job(on, chained()), msgspec.structs.replace(PINS, pp=2), Deadline(60.0), lambda _: None)
+    flops = {
+        stage.mesh.devices: sum(WIDTHS[i] * WIDTHS[min(i + 1, len(WIDTHS) - 1)] for i in range(stage.first, stage.stop))
+        for stage in plan.stages
+    }
+    assert flops[0,] > 2 * flops[1,]
+
+
+def test_every_device_keeps_within_its_own_budget() -> None:
+    """Of a small fast device and a large slow one."""
+    free = search_mixed(
+        job(cluster(group(4.0), group(1.0)), chained()), msgspec.structs.replace(PINS, pp=2), Deadline(60.0),
+        lambda _: None,
+    )  # fmt: skip
+    assert free.prediction is not None
+    small = free.prediction.peak_bytes[free.schedule.rank_class[0]] * 7 // 10
+    on = cluster(group(4.0, memory_bytes=small), group(1.0))
+    pins = msgspec.structs.replace(PINS, pp=2)
+    search, estimates = searched(on, chained(), pins)
+    plan = search_mixed(job(on, chained()), pins, Deadline(60.0), lambda _: None)
+    assert plan.prediction is not None
+    held = [plan.prediction.peak_bytes[of] for of in plan.schedule.rank_class]
+    assert held[0] <= small
+    fitting = [made.simulation.step_s for case, made in every_plan(search, estimates)
+               if made.left_bytes(case.budgets) >= 0]  # fmt: skip
+    assert min(fitting) * (1 - 1e-9) <= step_s(plan) <= 1.02 * min(fitting)
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        cluster(group(4.0), group(1.0)),
+        cluster(group(4.0, 2), group(1.0, 2)),
+        cluster(group(4.0, 2), group(1.0, 2, link=0.1), between=1e8),
+        cluster(group(4.0, 2), group(1.0), group(2.0)),
+    ],
+    ids=["2 ranks", "4 ranks", "links differ", "three groups"],
+)  # fmt: skip
+def test_every_division_runs_as_simulated_and_equals_one_device(on: ClusterSpec) -> None:
+    """Tied weights, skips and buffers over positions of differing sizes, meshes and shardings, in any order."""
+    search, estimates = searched(on, program(), Constraints())
+    assert len(estimates) > 1
+    for estimate in estimates:
+        case = case_of(search, estimate)
+        made = case.made(estimate.bounds, estimate.taken)
+        verify_plan(made.plan)
+        assert made.left_bytes(case.budgets) >= 0
+        assert run(made.plan, web().double(), batch()) <= 1e-9
+
+
+def test_positions_have_shardings_of_their_own() -> None:
+    on = cluster(group(4.0, 2), group(1.0, 2))
+    search, estimates = searched(on, program(), Constraints(pp=3))
+    plans = [case_of(search, each).made(each.bounds, each.taken).plan for each in estimates]
+    assert {tuple(stage.mesh.shape for stage in plan.stages) for plan in plans} >= {((2,), (1,), (1,))}
+
+
+def test_the_free_plan_is_no_slower_than_groups_alone_and_one_mesh_for_all() -> None:
+    on = cluster(group(4.0, 2), group(3.0, 2), between=1e8)
+    whole = job(on, chained())
+    free = search(whole, Constraints(microbatches=8)).plan
+    alike = find(whole, Constraints(microbatches=8)).plan
+    assert step_s(free) <= step_s(alike)
+    for each in on.groups:
+        alone = job(cluster(each), chained())
+        assert step_s(free) <= step_s(search(alone, Constraints(microbatches=8)).plan)
+    assert free.certificate is not None
+    assert free.certificate.bound_s <= step_s(free)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_undercuts_the_bound_of_work(seed: int) -> None:
+    on = cluster(group(4.0 + seed), group(1.0))
+    search, estimates = searched(on, chained(), Constraints())
+    bound_s = work_bound_s(chained(), on)
+    assert bound_s > 0
+    for estimate in estimates:
+        assert case_of(search, estimate).made(estimate.bounds, estimate.taken).simulation.step_s >= bound_s
+
+
+def test_what_is_pinned_may_leave_no_pipeline_over_groups() -> None:
+    on = job(cluster(group(4.0), group(1.0)), chained())
+    assert allows_mixed(on, Constraints()) and allows_mixed(on, Constraints(pp=2, schedule="zb-h1"))
+    for pins in (Constraints(pp=1), Constraints(schedule="gems"), Constraints(offload="host")):
+        assert not allows_mixed(on, pins)
+    assert not allows_mixed(job(cluster(group(4.0)), chained()), Constraints())
