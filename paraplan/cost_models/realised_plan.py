@@ -44,6 +44,22 @@ class Realised:
         return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
 
 
+def over_budget_bytes(plan: Plan, held_bytes: tuple[int, ...], budget: Budget) -> tuple[int, ...]:
+    """Per rank class, what its ranks hold over what the smallest of their devices may.
+
+    Args:
+        plan: whose schedule has the classes.
+        held_bytes: per class.
+        budget: of the devices.
+    """
+    if isinstance(budget, int):
+        return tuple(held - budget for held in held_bytes)
+    least = [max(budget)] * len(held_bytes)
+    for of, nbytes in zip(plan.schedule.rank_class, budget, strict=True):
+        least[of] = min(least[of], nbytes)
+    return tuple(held - nbytes for held, nbytes in zip(held_bytes, least, strict=True))
+
+
 def realised(plan: Plan) -> Realised:
     """A plan, lowered and simulated."""
     programs = lower(plan)

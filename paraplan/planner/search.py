@@ -209,7 +209,9 @@ def find_mixed(
 ) -> BestPlan:
     """The fastest pipeline found over groups of nodes that differ, each position on one of them (`mixed.search_mixed`).
 
-    `reserves`: whether allocators have to have room for it. Its certificate is made in any case.
+    Args:
+        job, constraints, time_limit_s, progress, certify: as of `search`; its certificate is made in any case.
+        reserves: whether allocators have to have room for it.
 
     Raises:
         ConstraintError: what is pinned leaves no such pipeline.

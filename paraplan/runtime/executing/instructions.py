@@ -240,9 +240,7 @@ def bring(away: TierTensor, tier: str, copier: Copier) -> Tensor:
     """Begins to copy what lives on a tier to the device.
 
     Args:
-        away: what lives there.
-        tier: which.
-        copier: of the rank.
+        away, tier, copier: as of `prefetch`.
     """
     return copier.bring(away, tier)
 
@@ -251,9 +249,7 @@ def lift(away: TierTensor, tier: str, copier: Copier) -> TierTensor:
     """Begins to copy a tensor from disk to the host's memory.
 
     Args:
-        away: on disk.
-        tier: which it is copied from.
-        copier: of the rank.
+        away, tier, copier: as of `prefetch`.
     """
     return copier.lift(away, tier)
 
