@@ -64,13 +64,3 @@ def realised(plan: Plan) -> Realised:
     """A plan, lowered and simulated."""
     programs = lower(plan)
     return Realised(plan, programs, simulate_plan(plan, programs))
-
-
-def over_budget_bytes(plan: Plan, held_bytes: tuple[int, ...], budget: Budget) -> tuple[int, ...]:
-    """Per rank class, what its ranks hold, as given, over what the smallest of their devices may."""
-    if isinstance(budget, int):
-        return tuple(held - budget for held in held_bytes)
-    least = [max(budget)] * len(held_bytes)
-    for of, nbytes in zip(plan.schedule.rank_class, budget, strict=True):
-        least[of] = min(least[of], nbytes)
-    return tuple(held - nbytes for held, nbytes in zip(held_bytes, least, strict=True))
