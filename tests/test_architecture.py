@@ -131,7 +131,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 SIGNATURES_OF_OPS = (
     *("kernels/", "capture/canonical/", "runtime/executing/products_into.py"),  # our ops
-    *("capture/exporting/recurrent.py", "capture/python_state/model_writes.py"),  # torch's, decomposed
+    *("capture/recurrences/layers.py", "capture/python_state/model_writes.py"),  # torch's, decomposed
 )
 """Where functions have an op's arguments, however many those are."""
 PUBLIC = {
