@@ -147,6 +147,15 @@ def test_the_order_of_groups_in_the_cluster_decides_nothing() -> None:
     assert [(each.first, each.stop) for each in one.stages] == [(each.first, each.stop) for each in other.stages]
 
 
+def test_pinned_stages_are_kept_whatever_order_the_groups_are_in() -> None:
+    pins = msgspec.structs.replace(PINS, pp=2, stages=((0, 2), (2, 6)), recompute=None)
+    on = cluster(group(4.0), group(1.0))
+    search, estimates = searched(on, chained(), pins)
+    plan = search_mixed(job(on, chained()), pins, Deadline(60.0), lambda _: None)
+    assert [(each.first, each.stop) for each in plan.stages] == [(0, 2), (2, 6)]
+    assert step_s(plan) == min(plan_of(search, each).simulation.step_s for each in estimates)
+
+
 def test_a_faster_device_has_more_to_do() -> None:
     on = cluster(group(8.0), group(1.0))
     plan = search_mixed(job(on, chained()), msgspec.structs.replace(PINS, pp=2), Deadline(60.0), lambda _: None)
