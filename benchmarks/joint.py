@@ -28,7 +28,7 @@ LIMIT = float(os.environ.get("LIMIT", "60"))
 COLUMNS = ("case", "cpu_s", "step_s", "mfu", "peak_gib", "stages", "mesh", "microbatches", "schedule", "recomputing")
 
 
-def llama(layers: int, hidden: int, inner: int, heads: int) -> torch.nn.Module:
+def llama(layers: int, hidden: int, inner: int, heads: int, vocabulary: int = 128256) -> torch.nn.Module:
     """A Llama-3.1 on the meta device."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (optional extra)
 
@@ -38,7 +38,7 @@ def llama(layers: int, hidden: int, inner: int, heads: int) -> torch.nn.Module:
         intermediate_size=inner,
         num_attention_heads=heads,
         num_key_value_heads=8,
-        vocab_size=128256,
+        vocab_size=vocabulary,
         max_position_embeddings=8192,
         use_cache=False,
     )

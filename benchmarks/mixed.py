@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -80,9 +81,23 @@ def links_differ() -> ClusterSpec:
     return check_cluster(msgspec.structs.replace(cluster, groups=(fast, msgspec.structs.replace(slow, in_node=pcie))))
 
 
-def program_of(layers: int, hidden: int, inner: int, heads: int, batch: int, sequence: int) -> Program:
-    tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    return capture(llama(layers, hidden, inner, heads), {"input_ids": tokens, "labels": tokens}, precision="bf16")
+class Sizes(NamedTuple):
+    """Of a Llama and its batch."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    batch: int
+    sequence: int
+    vocabulary: int = 128256
+
+
+def program_of(sizes: Sizes) -> Program:
+    """On the meta device."""
+    tokens = torch.zeros(sizes.batch, sizes.sequence, dtype=torch.long, device="meta")
+    model = llama(sizes.layers, sizes.hidden, sizes.inner, sizes.heads, sizes.vocabulary)
+    return capture(model, {"input_ids": tokens, "labels": tokens}, precision="bf16")
 
 
 def step_s(job: Job, pins: Constraints) -> float | None:
@@ -102,16 +117,16 @@ def positions_of(plan: Plan) -> list[str]:
     """Per position of a plan, in the order of its first stage: devices, mesh and segments."""
     found: dict[tuple[int, ...], list[str]] = {}
     for stage in plan.stages:
-        group = plan.cluster.group_of(stage.mesh.devices[0])
-        head = f"{stage.mesh.size} {group.device.kind} {'x'.join(map(str, stage.mesh.shape))}"
+        kinds = dict.fromkeys(plan.cluster.group_of(device).device.kind for device in stage.mesh.devices)
+        head = f"{stage.mesh.size} {'+'.join(kinds)} {'x'.join(map(str, stage.mesh.shape))}"
         found.setdefault(stage.mesh.devices, [head]).append(f"{stage.first}:{stage.stop}")
     return [" ".join(each) for each in found.values()]
 
 
-def compared(sizes: tuple[int, int, int, int, int, int], cluster: ClusterSpec) -> Row:
+def compared(sizes: Sizes, cluster: ClusterSpec) -> Row:
     """The free plan and what it is held against."""
     started, pins = time.process_time(), Constraints()
-    job = Job(program_of(*sizes), cluster, OPTIMIZERS["adamw"], ModelRef(display=cluster.name), {})
+    job = Job(program_of(sizes), cluster, OPTIMIZERS["adamw"], ModelRef(display=cluster.name), {})
     plan = search(job, pins, LIMIT, certify=False).plan
     alone = [step_s(_on(job, (index,)), pins) for index in range(len(cluster.groups))]
     try:
@@ -132,9 +147,9 @@ def _on(job: Job, groups: tuple[int, ...]) -> Job:
     return Job(job.program, cluster_of(job.cluster, groups), job.optimizer, job.model, job.versions)
 
 
-SMALL = (8, 256, 688, 8, 32, 128)
-B1 = (16, 2048, 8192, 32, 128, 4096)
-B8 = (32, 4096, 14336, 32, 128, 8192)
+SMALL = Sizes(8, 256, 688, 8, 32, 128, vocabulary=2048)
+B1 = Sizes(16, 2048, 8192, 32, 128, 4096)
+B8 = Sizes(32, 4096, 14336, 32, 128, 8192)
 CASES = {
     "small on CPUs x4 + x1": partial(compared, SMALL, small_groups((4.0, 1.0))),
     "small on CPUs x1 + x1, slow link": partial(compared, SMALL, small_groups((1.0, 1.0), 1e7)),

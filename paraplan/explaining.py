@@ -87,7 +87,7 @@ def explain(
         bound_s=None if data.certificate is None else data.certificate.bound_s,
         binding=binding,
         positions=positions if len(positions) > 1 else (),
-        memory=memory_use(made, budget),
+        memory=memory_use(made, _class_budgets(data, asked)),
         saving=saving(made, others, budget, lambda what: _is_pinned(what, asked)),
         faster=faster(data, plan.programs, made.simulation),
         more_memory=None if more is None else _more_memory(data, more),
@@ -95,6 +95,15 @@ def explain(
         why_not=None if other is None or why_not is None else _why_not(binding, other, why_not, budget),
         notes=_notes(data, searched=time_limit_s > 0),
     )
+
+
+def _class_budgets(data: ir_plan.Plan, asked: Constraints) -> tuple[int, ...]:
+    """Per rank class, what each of its devices may hold."""
+    cluster, first = data.cluster, dict[int, int]()
+    for rank, of in enumerate(data.schedule.rank_class):
+        first.setdefault(of, rank)
+    groups = {of: cluster.groups.index(cluster.group_of(rank)) for of, rank in first.items()}
+    return tuple(device_budget(cluster, asked, groups.get(of)) for of in range(len(data.schedule.classes)))
 
 
 def _is_pinned(what: str, asked: Constraints) -> bool:

@@ -377,13 +377,14 @@ class ConstraintKeywords(TypedDict, total=False):
     params: Mapping[str, str] | None
 
 
-def device_budget(cluster: ClusterSpec, constraints: Constraints) -> int:
-    """Bytes any device may hold: what is allowed, and at most the smallest one's memory less its reserve.
+def device_budget(cluster: ClusterSpec, constraints: Constraints, group: int | None = None) -> int:
+    """Bytes any device, or any of a group, may hold: what is allowed, and at most the smallest one's memory less its
+    reserve.
 
     Raises:
         InfeasibleError: nothing is left.
     """
-    budget = cluster.plan_bytes(constraints.reserve_bytes)
+    budget = cluster.plan_bytes(constraints.reserve_bytes, group)
     if budget <= 0:
         given = constraints.reserve_bytes
         said = "what its devices keep" if given is None else f"a reserve of {say_size(given)}"

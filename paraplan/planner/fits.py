@@ -39,10 +39,10 @@ from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.planned_again import planned_again
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import find, find_mixed, prepared
@@ -143,7 +143,7 @@ def _for_fewer(
     budget = device_budget(job.cluster, constraints)
     near = on_the_same_mesh(constraints, tries[0].plan)
     near = near if near.mesh != constraints.mesh else constraints
-    rounds = _Rounds(job, tries, budget, deadline, progress)
+    rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
     fitting: list[BestPlan] = []
     if constraints.microbatches is None:
         fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
@@ -170,6 +170,7 @@ class _Rounds:
 
     Attributes:
         job, tries, budget, deadline, progress: as for `_for_fewer`; all plans found are put to `tries`.
+        cuts_anew: whether a pipeline's stages may be others than its plan's.
         why: why the last that found nothing did.
         late: searches begun after the time was over.
     """
@@ -179,6 +180,7 @@ class _Rounds:
     budget: int
     deadline: Deadline
     progress: Progress
+    cuts_anew: bool
     why: NoPlanError | None = None
     late: int = 0
 
@@ -212,7 +214,7 @@ class _Rounds:
         began = time.perf_counter()
         if len(plan.stages) > 1 and in_the_family(fewer, plan) == fewer:
             with suppress(SolverLimitError):
-                again = planned_again(self.job, fewer, plan, Shardings(_unasked))
+                again = planned_again(self.job, fewer, plan, Shardings(_unasked), self.cuts_anew)
                 return BestPlan(again, time.perf_counter() - began, time.perf_counter() - began)
         share_s = max(self.deadline.share_s(0.5), EACH * self.deadline.limit_s)
         return find(self.job, fewer, share_s, self.progress, certify=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paraplan.capture.canonical.canonical import define, ops
 from paraplan.ir.model.scan import parse_scan, scan_text
-from paraplan.ir.model.scan_gradient import Gradient, Source, forward_alone, gradient_of, parse_step
+from paraplan.ir.model.scan_gradient import Gradient, Late, Source, forward_alone, gradient_of, parse_step
 from paraplan.kernels.scan_kernels import run_scan
 
 
@@ -59,7 +59,8 @@ class _Scan(torch.autograd.Function):
             return _sourced(source, found, tensors[:first], stacked, histories, tangents)
 
         begins = [grad for grad, there in zip(grads, step.tangents[: step.carries], strict=False) if there]
-        made = ops.scan([*map(of, found.sources)], begins, tensors[last:], scan_text(found.backward))
+        constants = [tensors[last + index] for index in found.given]
+        made = ops.scan([*map(of, found.sources)], begins, constants, scan_text(found.backward))
         ends, rest = made[: len(begins)], made[len(begins) :]
         results, sums = rest[: found.backward.results], rest[found.backward.results :]
         next_end = iter(ends)
@@ -68,12 +69,19 @@ class _Scan(torch.autograd.Function):
         for index, total in zip(found.constants, sums, strict=True):
             of_constants[index] = total
         for each in found.late:
-            operand = results[each.result]
-            of_constants[each.constant] = ops.linear_grad_weight(operand, of(each.source), each.transposed)
+            of_constants[each.constant] = _late(
+                each, results[each.result], None if each.source is None else of(each.source)
+            )
         of_inputs = [None if index < 0 else results[index] for index in found.inputs]
         needs = ctx.needs_input_grad[1:]
         kept_grads = zip((*of_inputs, *of_carries, *of_constants), needs, strict=True)
         return (None, *(grad if need else None for grad, need in kept_grads))
+
+
+def _late(late: Late, x: Tensor, operand: Tensor | None) -> Tensor:
+    if operand is None:
+        return torch.ops.aten.sum.dim_IntList(x, [0, *(1 + dim % (x.dim() - 1) for dim in late.dims)])
+    return ops.linear_grad_weight(x, operand, late.transposed)
 
 
 def _sourced(

@@ -215,12 +215,12 @@ class Loop:
             self.sources[key] = x, self._part(x, dim, offset)
         self.read.append(x)
         step = STEP(self.sources[key][1], dim, self.number, self.run)
-        return step[rest] if any(each != slice(None) for each in rest) else step
+        return step[rest] if any(each is None or each != slice(None) for each in rest) else step
 
     def put(self, x: Tensor, index: object, value: object) -> None:
         """`x[index] = value`, likewise."""
         dim, offset, rest = _place(x, index, self)
-        if any(each != slice(None) for each in rest) or any(write.into is x for write in self.writes):
+        if any(each is None or each != slice(None) for each in rest) or any(write.into is x for write in self.writes):
             raise NotALoop(self.where, "a step writes part of a tensor's step")
         if not isinstance(value, Tensor) or any(known[0] is x for known in self.sources.values()):
             raise NotALoop(self.where, "it reads what it writes, or writes no tensor")
@@ -241,15 +241,17 @@ def _alike(before: object, after: object) -> bool:
 def _place(x: Tensor, index: object, loop: Loop) -> tuple[int, int, tuple[Any, ...]]:
     """The dim the step's index takes a part of, its offset, and the other indices."""
     parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    plain = all(part is Ellipsis or isinstance(part, (int, slice, Index)) for part in parts)
+    plain = all(part is Ellipsis or part is None or isinstance(part, (int, slice, Index)) for part in parts)
     places = [place for place, part in enumerate(parts) if isinstance(part, Index)]
     if not plain or len(places) != 1 or any(isinstance(part, slice) and _indexed(part) for part in parts):
         raise NotALoop(loop.where, "a step of a tensor is taken with other indices than numbers and slices")
     if any(part is Ellipsis for part in parts):
         place = next(number for number, part in enumerate(parts) if part is Ellipsis)
-        parts[place : place + 1] = [slice(None)] * (x.dim() - len(parts) + 1)
-    dim = next(place for place, part in enumerate(parts) if isinstance(part, Index))
-    offset = parts.pop(dim).offset
+        given = sum(part is not None for part in parts)
+        parts[place : place + 1] = [slice(None)] * (x.dim() - given + 1)
+    place = next(place for place, part in enumerate(parts) if isinstance(part, Index))
+    dim = sum(part is not None for part in parts[:place])
+    offset = parts.pop(place).offset
     return dim, offset, tuple(parts)
 
 

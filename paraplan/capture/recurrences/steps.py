@@ -11,6 +11,7 @@ from paraplan.capture.cutting.flow import Flow
 from paraplan.capture.cutting.kinds import ALL_FORMS, write_body
 from paraplan.capture.cutting.segments import ForwardGraph, Piece
 from paraplan.capture.joint_graph import trace_joint
+from paraplan.capture.rewriting.joined_grads import join_slices
 from paraplan.ir.model.scan_gradient import Step
 from paraplan.kernels.torch_private import FakeTensorMode
 
@@ -58,7 +59,7 @@ def trace_step(
         constants=len(constants),
         results=len(outputs) - len(carries),
         reverse=size[1],
-        joint=finish(writer, [*xs, *carries, *constants, *tangents], [*made, *grads]),
+        joint=join_slices(finish(writer, [*xs, *carries, *constants, *tangents], [*made, *grads])),
         tangents=joint.tangents,
     )
 

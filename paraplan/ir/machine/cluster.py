@@ -189,13 +189,14 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         """What of a device's memory is kept from a plan's tensors here."""
         return tuple(each for each in device.reserves if self.num_devices > 1 or not each.joined)
 
-    def plan_bytes(self, reserve_bytes: int | None = None) -> int:
+    def plan_bytes(self, reserve_bytes: int | None = None, of: int | None = None) -> int:
         """Bytes that allocators may reserve for a plan on any of the devices.
 
         Args:
             reserve_bytes: what every device keeps from it; None: its `reserves`.
+            of: the number of the group whose devices are meant; None for all.
         """
-        devices = [group.device for group in self.groups]
+        devices = [group.device for group in (self.groups if of is None else self.groups[of : of + 1])]
         if reserve_bytes is not None:
             return min(device.memory_bytes for device in devices) - reserve_bytes
         return min(each.memory_bytes - sum(kept.nbytes for kept in self.reserves_of(each)) for each in devices)

@@ -11,7 +11,7 @@ after the loop, over all steps at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +21,13 @@ from paraplan.ir.model.scan import Scan
 from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 
-WEIGHT_GRAD = "paraplan.linear_grad_weight"
+WEIGHT_GRAD, SUM = "paraplan.linear_grad_weight", "aten.sum.dim_IntList"
+VIEWS = frozenset(
+    {
+        *("aten.view.default", "aten.permute.default", "aten.select.int", "aten.slice.Tensor", "aten.expand.default"),
+        *("aten.transpose.int", "paraplan.mergeable"),
+    }
+)
 PRODUCTS = frozenset(
     {
         *(f"paraplan.{name}" for name in ("linear", "linear_grad_input", "linear_grad_weight", "batched_product")),
@@ -80,20 +86,22 @@ class Source(NamedTuple):
     number: int
 
 
-class LateProduct(NamedTuple):
-    """The gradient of a constant made after the loop: a product over all steps.
+class Late(NamedTuple):
+    """The gradient of a constant made after the loop, over all steps.
 
     Attributes:
         constant: which one.
-        result: of the backward, the first operand.
-        source: the second.
+        result: of the backward, the first operand of a product, or what is summed.
+        source: the second operand; None for a sum.
         transposed: the product's argument.
+        dims: of one step, what is summed over besides steps.
     """
 
     constant: int
     result: int
-    source: Source
-    transposed: bool
+    source: Source | None
+    transposed: bool = False
+    dims: tuple[int, ...] = ()
 
 
 class Gradient(NamedTuple):
@@ -105,6 +113,7 @@ class Gradient(NamedTuple):
         backward: its carries are gradients of carries, its results gradients of inputs and operands of products.
         sources: of the backward's per-step inputs.
         inputs: per input of the forward, the result of the backward that is its gradient; -1 where it has none.
+        given: the constants that the backward reads, too.
         constants: of each sum of the backward, the constant it is the gradient of.
         late: gradients made after the loop.
     """
@@ -114,8 +123,9 @@ class Gradient(NamedTuple):
     backward: Scan
     sources: tuple[Source, ...]
     inputs: tuple[int, ...]
+    given: tuple[int, ...]
     constants: tuple[int, ...]
-    late: tuple[LateProduct, ...]
+    late: tuple[Late, ...]
 
 
 @SESSION.cached(256)
@@ -177,6 +187,25 @@ def _body(joint: Graph, inputs: Sequence[str], outputs: Sequence[str | None]) ->
     return Graph(inputs=tuple(inputs), outputs=tuple(outputs), values=values, ops=plain)
 
 
+class _LateGrad(NamedTuple):
+    """A constant and the op that makes its gradient, which runs after the loop."""
+
+    constant: int
+    op: Op
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What it reads besides its first operand."""
+        return self.op.tensors[1:]
+
+    def made(self, results: Sequence[str], sources: Mapping[str, Source]) -> Late:
+        """It, by where its operands are."""
+        result = results.index(self.op.tensors[0])
+        if self.op.target == SUM:
+            return Late(self.constant, result, None, dims=tuple(self.op.args[1]))
+        return Late(self.constant, result, sources[self.op.tensors[1]], bool(self.op.args[2]))
+
+
 class _Split:
     """Splits one step."""
 
@@ -189,13 +218,23 @@ class _Split:
         kept = [name if want else None for name, want in zip(step.grads, wanted, strict=True)]
         self.x_grads, self.k_grads = kept[:first], kept[last:]
         self.made = {out: op for op in self.joint.ops for out in op.outs if out is not None}
-        self.late: list[tuple[int, Op]] = []
-        for index, name in enumerate(self.k_grads):
-            op = self.made.get(name) if name is not None else None
-            if op is not None and op.target == WEIGHT_GRAD and op.tensors[1] not in self.consts:
-                self.late.append((index, op))
-                self.k_grads[index] = None
+        self.late: list[_LateGrad] = []
+        self._delay()
         self.hanging = self._after_tangents()
+
+    def _delay(self) -> None:
+        """Gradients of constants that are made after the loop: products, and sums of what is stacked anyhow."""
+        stacked = {*self.x_grads}
+        for target in (WEIGHT_GRAD, SUM):
+            for index, name in enumerate(self.k_grads):
+                op = self.made.get(name) if name is not None else None
+                if op is None or op.target != target or not {*op.tensors[1:]}.isdisjoint(self.consts):
+                    continue
+                if target == SUM and (op.tensors[0] not in stacked or op.args[2] is not False or op.kwargs):
+                    continue
+                stacked.add(op.tensors[0])
+                self.late.append(_LateGrad(index, op))
+                self.k_grads[index] = None
 
     def _after_tangents(self) -> set[str]:
         """The values that depend on gradients."""
@@ -208,11 +247,11 @@ class _Split:
     def found(self) -> Gradient:
         """The gradient."""
         step = self.step
-        results = [*dict.fromkeys((*filter(None, self.x_grads), *(op.tensors[0] for _, op in self.late)))]
+        results = [*dict.fromkeys((*filter(None, self.x_grads), *(each.op.tensors[0] for each in self.late)))]
         begins = [name for name in step.tangent_names[: step.carries] if name is not None]
         ends = [grad for grad, there in zip(self._carry_grads(), step.tangents, strict=False) if there]
         roots = (*ends, *results, *filter(None, self.k_grads))
-        saved = self._saved(self._read((*filter(None, roots), *(op.tensors[1] for _, op in self.late))))
+        saved = self._saved(self._read((*filter(None, roots), *(source for each in self.late for source in each.kept))))
         histories = self._histories(saved)
         covered = {name for name, carry in zip(self.nexts, self.given, strict=True) if carry in histories}
         kept = dict.fromkeys((*map(str, self.results), *saved))
@@ -224,14 +263,15 @@ class _Split:
         body = _body(self.joint, (*sources, *begins, *self.consts), roots)
         read = {*roots, *(name for op in body.ops for name in op.tensors)}
         inputs = [name for name in sources if name in read]
+        constants = [name for name in self.consts if name in read]
         backward = Scan(
             steps=step.steps,
             inputs=len(inputs),
             carries=len(begins),
-            constants=len(self.consts),
+            constants=len(constants),
             results=len(results),
             reverse=not step.reverse,
-            body=_body(self.joint, (*inputs, *begins, *self.consts), roots),
+            body=_body(self.joint, (*inputs, *begins, *constants), roots),
         )
         places_of = tuple(self.given.index(name) for name in histories)
         return Gradient(
@@ -240,11 +280,9 @@ class _Split:
             backward=backward,
             sources=tuple(sources[name] for name in inputs),
             inputs=tuple(-1 if name is None else results.index(name) for name in self.x_grads),
+            given=tuple(map(self.consts.index, constants)),
             constants=tuple(index for index, name in enumerate(self.k_grads) if name is not None),
-            late=tuple(
-                LateProduct(index, results.index(op.tensors[0]), sources[op.tensors[1]], bool(op.args[2]))
-                for index, op in self.late
-            ),
+            late=tuple(each.made(results, sources) for each in self.late),
         )
 
     def _carry_grads(self) -> tuple[str | None, ...]:
@@ -262,16 +300,22 @@ class _Split:
 
     def _saved(self, read: Sequence[str]) -> list[str]:
         """What of it is kept, all else being computed again."""
-        saved, late = {*read}, {op.tensors[1] for _, op in self.late}
-        free = {*self.xs, *self.consts}
-        for name in reversed(read):
+        saved, late = {*read}, {source for each in self.late for source in each.kept}
+        for name in reversed(self.joint.values):
             op = self.made.get(name)
-            if op is None or name in late or op.target in PRODUCTS:
+            if name not in saved or op is None or name in late or op.target in PRODUCTS or name in self.results:
                 continue
-            more = [each for each in dict.fromkeys(op.tensors) if each not in free and each not in saved]
-            if not more or (self._bytes(more) < self._bytes([name]) and all(each in self.made for each in more)):
-                saved = (saved - {name}) | {*more}
+            there = self._there(saved - {name})
+            more = [each for each in dict.fromkeys(op.tensors) if each not in there]
+            most = self._bytes([name]) + (op.target in VIEWS)
+            if self._bytes(more) < most:
+                saved = (saved - {name}) | {each for each in op.tensors if each not in (*self.xs, *self.consts)}
         return [name for name in self.joint.values if name in saved]
+
+    def _there(self, saved: set[str]) -> set[str]:
+        """What takes no more bytes once this is kept."""
+        nexts = (after for carry, after in zip(self.given, self.nexts, strict=True) if carry in saved and after)
+        return {*self.xs, *self.consts, *saved, *nexts, *map(str, self.results)}
 
     def _bytes(self, names: Iterable[str]) -> int:
         return sum(self.joint.values[name].nbytes for name in names)

@@ -148,15 +148,20 @@ class MixedSearch:
             if len(found) >= FEWEST and self._is_late:
                 break
             pricer = MixedPricer(pipeline, positions, self.handing)
-            begun = pricer.begun()
+            begun = self._begun(pricer)
             if begun is not None:
                 found.append((begun, pricer))
         found.sort(key=lambda each: each[0].rank)
         improved: list[MixedEstimate] = []
         for begun, pricer in found:
             worth = len(improved) < FEWEST or begun.step_s <= NEAR * improved[0].step_s
-            improved.append(pricer.improved(begun) if worth and not self._is_late else begun)
+            shifts = worth and not self._is_late and not self.constraints.stages
+            improved.append(pricer.improved(begun) if shifts else begun)
         return sorted(improved, key=lambda each: each.rank)
+
+    def _begun(self, pricer: MixedPricer) -> MixedEstimate | None:
+        """The estimate at the pinned cut, or at the best of the first cuts."""
+        return pricer.at(self.constraints.stages) if self.constraints.stages else pricer.begun()
 
     @property
     def _is_late(self) -> bool:
@@ -218,7 +223,7 @@ class MixedSearch:
         for _ in range(ROUNDS):
             case = MixedCase(self.job, self.constraints, pipeline, positions)
             try:
-                made = case.made(self.constraints.stages or estimate.bounds, estimate.taken)
+                made = case.made(estimate.bounds, estimate.taken)
                 whole = case.whole(made) if case.fits(made) else made
             except (ConstraintError, InvalidPlanError) as fault:
                 self.tried.append(in_vain(text, fault, step_s))
@@ -230,7 +235,7 @@ class MixedSearch:
                 return
             over = case.over_bytes(whole)
             positions = tuple(each.with_less(nbytes) for each, nbytes in zip(positions, over, strict=True))
-            again = MixedPricer(pipeline, positions, self.handing).begun()
+            again = self._begun(MixedPricer(pipeline, positions, self.handing))
             if again is None or math.isinf(again.step_s):
                 break
             estimate = again

@@ -44,7 +44,7 @@ class SpanPrices:
 
     def budget(self, group: int) -> int:
         """Bytes that a device of a group may hold."""
-        return device_budget(cluster_of(self.job.cluster, (group,)), self.constraints)
+        return device_budget(self.job.cluster, self.constraints, group)
 
     def price(self, wanted: Iterable[tuple[Span, int]]) -> None:
         """Price what spans and microbatches need, each group kind in its share of the time."""

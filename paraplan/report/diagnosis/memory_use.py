@@ -23,23 +23,24 @@ ORDERED = "a schedule of ops, executed again or waiting elsewhere"
 STATES, PARAMS = "states", "parameters"
 
 
-def memory_use(made: Realised, budget_bytes: int) -> MemoryUse:
-    """The fullest device.
+def memory_use(made: Realised, budget_bytes: int | Sequence[int]) -> MemoryUse:
+    """The fullest device, which leaves least of what it may hold.
 
     Args:
         made: of a plan.
-        budget_bytes: what it may hold on a device.
+        budget_bytes: what it may hold on a device; or, per rank class, on each of its devices.
     """
     peaks, prediction = made.simulation.peak_bytes, made.plan.prediction
     reserved = prediction.reserved_bytes if prediction is not None else ()
     needs = reserved if len(reserved) == len(peaks) else peaks
-    fullest = max(range(len(peaks)), key=lambda index: (needs[index], peaks[index]))
+    budgets = (budget_bytes,) * len(peaks) if isinstance(budget_bytes, int) else budget_bytes
+    fullest = max(range(len(peaks)), key=lambda index: (needs[index] - budgets[index], peaks[index]))
     told = class_told(made.plan, made.programs, made.simulation, fullest, 0)
     return MemoryUse(
         ranks=show_ranks(told.ranks),
         peak_bytes=told.peak_bytes,
         reserved_bytes=reserved[fullest] if needs is reserved else 0,
-        budget_bytes=budget_bytes,
+        budget_bytes=budgets[fullest],
         memory_bytes=told.memory_bytes,
         running=told.running,
         parts=told.by_role(),

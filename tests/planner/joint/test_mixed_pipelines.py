@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.machine.cluster import ClusterSpec, Link, NodeGroup, check_cluster
 from paraplan.ir.model.program import Program
@@ -36,9 +37,9 @@ WIDTHS = (24, 96, 48, 160, 32, 64, 8)
 class Chain(nn.Module):
     """Layers of different sizes, one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS))
+        self.layers = nn.ModuleList(nn.Linear(times * a, times * b) for a, b in itertools.pairwise(WIDTHS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -146,6 +147,15 @@ def test_the_order_of_groups_in_the_cluster_decides_nothing() -> None:
     assert [(each.first, each.stop) for each in one.stages] == [(each.first, each.stop) for each in other.stages]
 
 
+def test_pinned_stages_are_kept_whatever_order_the_groups_are_in() -> None:
+    pins = msgspec.structs.replace(PINS, pp=2, stages=((0, 2), (2, 6)), recompute=None)
+    on = cluster(group(4.0), group(1.0))
+    search, estimates = searched(on, chained(), pins)
+    plan = search_mixed(job(on, chained()), pins, Deadline(60.0), lambda _: None)
+    assert [(each.first, each.stop) for each in plan.stages] == [(0, 2), (2, 6)]
+    assert step_s(plan) == min(plan_of(search, each).simulation.step_s for each in estimates)
+
+
 def test_a_faster_device_has_more_to_do() -> None:
     on = cluster(group(8.0), group(1.0))
     plan = search_mixed(job(on, chained()), msgspec.structs.replace(PINS, pp=2), Deadline(60.0), lambda _: None)
@@ -196,6 +206,22 @@ def test_every_division_runs_as_simulated_and_equals_one_device(on: ClusterSpec)
         assert run(made.plan, web().double(), batch()) <= 1e-9
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_data_and_tensor_parallel_positions_in_one_pipeline_equal_one_device(order: tuple[int, int]) -> None:
+    """ZeRO-3 over one group, tensor parallelism over the other, whichever comes first."""
+    on, found = cluster(group(4.0, 2), group(1.0, 2)), []
+    for pins in (Constraints(dp=2, zero=3), Constraints(tp=2)):
+        search, estimates = searched(on, program(), msgspec.structs.replace(pins, microbatches=2, schedule="1f1b"))
+        found.append(next(each for each in estimates if [at.group for at in each.pipeline.spans] == list(order)))
+    sharded, split = found
+    case = MixedCase(search.job, Constraints(), sharded.pipeline, (sharded.positions[0], split.positions[1]))
+    made = case.whole(case.made(sharded.bounds, ()))
+    axes = [stage.mesh.axes for stage in made.plan.stages]
+    assert axes == [("dp",), ("tp",)] and case.fits(made)
+    verify_plan(made.plan)
+    assert run(made.plan, web().double(), batch()) <= 1e-9
+
+
 def test_positions_have_shardings_of_their_own() -> None:
     on = cluster(group(4.0, 2), group(1.0, 2))
     search, estimates = searched(on, program(), Constraints(pp=3))
@@ -224,6 +250,25 @@ def test_no_plan_undercuts_the_bound_of_work(seed: int) -> None:
     assert bound_s > 0
     for estimate in estimates:
         assert plan_of(search, estimate).simulation.step_s >= bound_s
+
+
+def test_allocators_have_room_on_each_device_of_its_own() -> None:
+    """Of one group there is less than would be reserved there for the fastest plan, though all that is alive fits."""
+    with torch.device("meta"):
+        wide = Chain(32)
+    of = capture(wide, {"x": torch.empty(256, 32 * WIDTHS[0], device="meta")}, precision="fp32")
+    on, pins = parse_cluster("1xA100-80+1xH100"), msgspec.structs.replace(PINS, pp=2, reserve_bytes=None)
+    free = search_mixed(job(on, of), pins, Deadline(60.0), lambda _: None, reserves=True)
+    assert free.prediction is not None
+    first = free.schedule.rank_class[0]
+    tight = (free.prediction.reserved_bytes[first] + free.prediction.peak_bytes[first]) // 2
+    small = msgspec.structs.replace(on.groups[0].device, memory_bytes=tight, reserves=())
+    groups = (msgspec.structs.replace(on.groups[0], device=small), on.groups[1])
+    cramped = job(msgspec.structs.replace(on, groups=groups), of)
+    assert search_mixed(cramped, pins, Deadline(60.0), lambda _: None).prediction is not None
+    plan = search_mixed(cramped, pins, Deadline(60.0), lambda _: None, reserves=True)
+    assert plan.prediction is not None
+    assert plan.prediction.reserved_bytes[plan.schedule.rank_class[0]] <= tight
 
 
 def test_what_is_pinned_may_leave_no_pipeline_over_groups() -> None:

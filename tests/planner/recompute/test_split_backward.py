@@ -7,7 +7,7 @@ import pytest
 from paraplan.ir.model.graph import Phase
 from paraplan.planner.assemble import Decisions, decided
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.pipeline.planned_again import planned_again
+from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.pipeline.searched_schedule import stage_costs
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
