@@ -16,6 +16,12 @@ def realise(arrays: Arrays, instants: tuple[int, ...], residents: Bools, returns
     """The reruns of residents at instants ([instant, tensor]), and of what is brought back from a tier after them.
 
     What cannot be made again is taken as resident. Reruns nobody needs are left out.
+
+    Args:
+        arrays: of the memory problem.
+        instants: ascending.
+        residents: [instant, tensor] what is there.
+        returns: [instant, tensor] what is brought back after it.
     """
     keys: list[int] = []
     for k, instant in enumerate(instants):
@@ -31,7 +37,14 @@ def realise(arrays: Arrays, instants: tuple[int, ...], residents: Bools, returns
 
 
 def overflowing(profile: Residency, budget_bytes: int, known: set[int], most: int = 4) -> set[int]:
-    """New instants: stages of the highest overflows of a schedule, some distance apart, or the nearest not known."""
+    """New instants: stages of the highest overflows of a schedule, some distance apart, or the nearest not known.
+
+    Args:
+        profile: a schedule, with its bytes over time.
+        budget_bytes: that it exceeds.
+        known: instants there are.
+        most: new ones.
+    """
     n = profile.arrays.num_ops
     live = np.where(profile.live > budget_bytes, profile.live, 0)
     apart = max(1, n // 40)
@@ -51,6 +64,11 @@ def separating(profile: Residency, known: set[int], most: int) -> set[int]:
     """Instants between which a schedule executes as little as possible more than once, chosen one by one.
 
     A relaxation counts a rerun once between two of its instants, so these are where it can come near the schedule.
+
+    Args:
+        profile: a schedule.
+        known: instants there are.
+        most: new ones.
     """
     stages, ops = profile.stages[profile.rerun], profile.ops[profile.rerun]
     seconds = profile.arrays.time_s[ops]

@@ -46,6 +46,10 @@ _ALONE_SHARE = 0.4
 def plan_memory(problem: MemoryProblem, budget_bytes: int, limits: MemoryLimits | None = None) -> MemoryAnswer:
     """The fastest schedule found whose peak is within a budget.
 
+    Args:
+        problem: ops with their times and bytes.
+        budget_bytes: on the device.
+        limits: of the search; left out, the defaults.
     Raises:
         InfeasibleError: proved that there is none in the given order; names the op that needs most and what it needs.
         SolverLimitError: none was found, nor proved impossible.

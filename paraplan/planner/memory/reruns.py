@@ -71,7 +71,13 @@ def _rows(groups: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
 
 
 def gather(start: Ints, items: Ints, chosen: Ints) -> tuple[Ints, Ints]:
-    """Rows `chosen` laid end to end: (position in `chosen`, item) per entry."""
+    """Rows `chosen` laid end to end: (position in `chosen`, item) per entry.
+
+    Args:
+        start: [row + 1] where each row's items begin.
+        items: of all rows.
+        chosen: numbers of rows.
+    """
     counts = start[chosen + 1] - start[chosen]
     owner = np.repeat(np.arange(len(chosen)), counts)
     inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -142,7 +148,13 @@ class Residency:
 
 
 def profile_of(arrays: Arrays, keys: Ints, away: CopiedAway | None = None) -> Residency:
-    """Bytes over time of a set of keys (sorted, each once, first executions included), less what is away."""
+    """Bytes over time of a set of keys (sorted, each once, first executions included), less what is away.
+
+    Args:
+        arrays: of the memory problem.
+        keys: of executions.
+        away: what is on tiers, and when.
+    """
     n, length = arrays.num_ops, len(keys)
     ops, stages = keys % n, keys // n
     make_at, made = gather(arrays.make_start, arrays.make_tensor, ops)

@@ -84,6 +84,12 @@ def schedule_memory(
 ) -> Scheduled:
     """The plan, its step run in the fastest order found within a budget.
 
+    Args:
+        plan: of one device.
+        budget_bytes: on it.
+        limits: of the search; left out, the defaults.
+        tiers: where tensors may be copied to.
+        beside_bytes: there all the time and no part of the plan.
     Raises:
         InfeasibleError: proved that there is none.
         SolverLimitError: none was found, nor proved impossible.
@@ -121,7 +127,13 @@ class Least:
 
 
 def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> Least:
-    """What is needed at least, and the least budget above one that does not do for which a schedule was found."""
+    """What is needed at least, and the least budget above one that does not do for which a schedule was found.
+
+    Args:
+        problem: of one device.
+        above_bytes: a budget that does not do.
+        time_s: of the search.
+    """
     deadline = time.perf_counter() + time_s
     need = least_need(Arrays(problem), time.perf_counter() + time_s / 4)
     low, high = max(above_bytes, need.nbytes), peak_without(problem)
@@ -139,7 +151,11 @@ def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> Lea
 
 
 def least_words(problem: MemoryProblem, above_bytes: int, time_s: float) -> str:
-    """What would do, for an error."""
+    """What would do, for an error.
+
+    Args:
+        problem, above_bytes, time_s: as of `least_budget`.
+    """
     least = least_budget(problem, above_bytes, time_s)
     found, need = least.found_bytes, least.need.nbytes
     op = f"op {least.need.op} ({problem.ops[least.need.op].label})"

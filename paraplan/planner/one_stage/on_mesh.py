@@ -37,7 +37,15 @@ def plans_on_mesh(
     cutoff_s: float,
 ) -> list[Candidate] | Skipped:
     """Plans for a mesh, with more and more microbatches as long as memory binds and the step gets faster, and there is
-    time."""
+    time.
+
+    Args:
+        job, mesh, constraints: what is planned, and where.
+        limits: of the solver.
+        failures: why some counts have no plan: added to.
+        progress: told what is being tried.
+        cutoff_s: of work, above which the mesh is skipped.
+    """
     found: list[Candidate] = []
     best_s, clock = float("inf"), _Clock(limits)
     counts = usual_counts(job.program, constraints, mesh)
@@ -70,7 +78,12 @@ def with_other_counts(
     progress: Progress,
     deadline: Deadline,
 ) -> list[Candidate]:
-    """Plans for a mesh that has none in the usual numbers of microbatches, in others."""
+    """Plans for a mesh that has none in the usual numbers of microbatches, in others.
+
+    Args:
+        job, mesh, constraints, limits, failures, progress: as of `plans_on_mesh`.
+        deadline: of the whole search.
+    """
     if [each for each in failures if each.mesh == mesh][-1].whatever_count:
         return []
     clock, found = _Clock(limits), list[Candidate]()

@@ -90,7 +90,12 @@ def leanest(job: Job, mesh: Mesh, constraints: Constraints, time_s: float, enoug
 
 def what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limit_s: float) -> str:
     """What any step needs at least, and the least that has to be allowed for a plan found, with states and parameters
-    on the device; empty where none is of this kind."""
+    on the device; empty where none is of this kind.
+
+    Args:
+        job, mesh, constraints: what was planned, and where.
+        limit_s: of the search that found nothing.
+    """
     if not orders_freely(mesh, constraints):
         return ""
     lean = leanest(job, mesh, constraints, lean_time_s(limit_s))

@@ -31,6 +31,8 @@ def solve_op_by_op(
     """The best plan found on one device in whose step any op may be executed again, and any tensor wait on the host
     where that is allowed.
 
+    Args:
+        job, mesh, num_microbatches, constraints, limits: as of `solve_mesh`.
     Raises:
         InfeasibleError: proved of the order of ops the layouts give.
         SolverLimitError: nothing was found.

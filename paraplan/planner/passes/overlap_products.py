@@ -27,7 +27,13 @@ from paraplan.rules.time_axis import KindMicro, program_micro
 
 
 def overlapped(made: Realised, most: int, budget: Budget) -> Realised:
-    """The plan with products in the pieces, at most so many, that make it fastest."""
+    """The plan with products in the pieces, at most so many, that make it fastest.
+
+    Args:
+        made: the plan.
+        most: pieces a product may be in.
+        budget: of its devices.
+    """
     best = made
     for count in piece_counts(most):
         tried = realised(in_pieces(made.plan, count))

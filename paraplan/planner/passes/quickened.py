@@ -23,14 +23,26 @@ from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, sol
 
 
 def quickened(best: Candidate, limits: SolveLimits, constraints: Constraints) -> Candidate:
-    """The candidate with what makes its step shorter in the same layouts."""
+    """The candidate with what makes its step shorter in the same layouts.
+
+    Args:
+        best: the candidate.
+        limits: of the solver.
+        constraints: what is pinned stays.
+    """
     made, budget = Realised(best.plan, lower(best.plan), best.simulation), int(limits.memory_bytes)
     made = overlapped(reducing(cast_once(made, budget), budget), constraints.overlap, budget)
     return placed(replace(best, plan=made.plan, simulation=made.simulation), limits, constraints)
 
 
 def by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits: SolveLimits) -> list[Candidate]:
-    """The plan of least work with memory for anything, within its limits by what leaves the device alone, if any is."""
+    """The plan of least work with memory for anything, within its limits by what leaves the device alone, if any is.
+
+    Args:
+        job, mesh: what is planned, and where.
+        count: of microbatches.
+        constraints, limits: as of `solve_mesh`.
+    """
     roomy = replace(limits, memory_bytes=float(1 << 60))
     try:
         free = solve_mesh(job, mesh, count, constraints.placed(ON_DEVICE), roomy)
@@ -45,7 +57,11 @@ def by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits
 
 def placed(best: Candidate, limits: SolveLimits, constraints: Constraints) -> Candidate:
     """The candidate with states and parameters where that is fastest, and updated by whom and when, as far as the
-    planner may choose."""
+    planner may choose.
+
+    Args:
+        best, limits, constraints: as of `quickened`.
+    """
     away = any(layouts.place != HERE for stage in best.plan.stages for layouts in stage.params.values())
     away = away or max(best.simulation.peak_bytes) > limits.memory_bytes
     chooses = len(constraints.places) > 1 and best.plan.memory_actions is None

@@ -79,7 +79,14 @@ def _moved(plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], 
 def may_be(
     plan: Plan, name: str, layouts: ParamLayouts, mesh: tuple[int, ...], places: Sequence[TierPlacement]
 ) -> tuple[TierPlacement, ...]:
-    """Those of some places where a parameter can be: stored elsewhere only if its state lies alike."""
+    """Those of some places where a parameter can be: stored elsewhere only if its state lies alike.
+
+    Args:
+        plan: that has the parameter.
+        name, layouts: of the parameter.
+        mesh: shape of its stage's.
+        places: to choose from.
+    """
     if name not in trained_params(plan.program):
         return tuple(dict.fromkeys(place.frozen for place in places))
     lies = zip(parse_layout(layouts.stored), parse_layout(layouts.state), mesh, strict=True)

@@ -54,6 +54,8 @@ def solve_with_recomputation(
 ) -> Candidate:
     """The best plan found on a mesh that may recompute activations.
 
+    Args:
+        job, mesh, num_microbatches, constraints, limits: as of `solve_mesh`.
     Raises:
         InfeasibleError: proved: parameters, gradients and states alone do not fit.
         SolverLimitError: nothing was found.

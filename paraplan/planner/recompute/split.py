@@ -129,7 +129,13 @@ def _largest(plan: Plan, kind: int, strategies: tuple[Strategy, ...]) -> int | N
 
 
 def what_splitting_gives(job: Job, decisions: Decisions, found: Unfit) -> tuple[int, float] | None:
-    """(chunks, peak bytes) of splits where it peaks, as fine as still lowers the peak; None where none does."""
+    """(chunks, peak bytes) of splits where it peaks, as fine as still lowers the peak; None where none does.
+
+    Args:
+        job: what is planned.
+        decisions: the layouts.
+        found: the plan closest to fitting.
+    """
     seen: list[tuple[int, float]] = []
     (stage,), at = found.plan.stages, found
     taken = [stage.choices[chosen] for chosen in stage.segment_choice]

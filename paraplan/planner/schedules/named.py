@@ -82,13 +82,27 @@ def named_schedule(
     stages_per_position: int | None = None,
     stages: tuple[StageCosts, ...] | None = None,
 ) -> Schedule:
-    """A schedule of `NAMED` with its messages, one rank per position (see `named_orders`, `transfers.complete`)."""
+    """A schedule of `NAMED` with its messages, one rank per position (see `named_orders`, `transfers.complete`).
+
+    Args:
+        name: of `NAMED`.
+        num_positions: of the pipeline.
+        num_microbatches: of a step.
+        stages_per_position: left out, the schedule's own.
+        stages: as of `complete`.
+    """
     orders = named_orders(name, num_positions, num_microbatches, stages_per_position)
     return complete(name, orders, stages, NAMED[name].num_replicas)
 
 
 def applicable(num_stages: int, num_positions: int, num_microbatches: int) -> dict[str, Orders]:
-    """Every named schedule these sizes can take, by name."""
+    """Every named schedule these sizes can take, by name.
+
+    Args:
+        num_stages: of the model.
+        num_positions: of the pipeline.
+        num_microbatches: of a step.
+    """
     if num_positions < 1 or num_stages % num_positions:
         return {}
     found = {}

@@ -177,6 +177,11 @@ def ended(orders: Orders, stages: tuple[StageCosts, ...]) -> Ended:
 def named_times(name: str, num_positions: int, num_microbatches: int, stages_per_position: int) -> OrderTimes:
     """The orders of a schedule, read.
 
+    Args:
+        name: of the schedule.
+        num_positions: of the pipeline.
+        num_microbatches: of a step.
+        stages_per_position: on every position.
     Raises:
         ConstraintError: as for `named_orders`.
     """

@@ -90,6 +90,10 @@ def check_costs(stages: tuple[StageCosts, ...]) -> None:
 def check_sizes(name: str, num_positions: int, num_microbatches: int) -> None:
     """Refuse an empty pipeline or step.
 
+    Args:
+        name: of the schedule.
+        num_positions: of the pipeline.
+        num_microbatches: of a step.
     Raises:
         ConstraintError: fewer than one position or microbatch.
     """

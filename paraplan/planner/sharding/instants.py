@@ -57,7 +57,15 @@ def peak_instant(made: Realised) -> Instant | None:
 
 
 def instant_row(space: Space, program: Program, problem: Formulation, at: Instant, limit: float) -> Row:
-    """What is alive at an instant, in units of the limit."""
+    """What is alive at an instant, in units of the limit.
+
+    Args:
+        space: of the mesh.
+        program: that is planned.
+        problem: the network of the space.
+        at: the instant.
+        limit: bytes on the device.
+    """
     held: dict[int, Floats] = {}
     moved: dict[int, Floats] = {}
 

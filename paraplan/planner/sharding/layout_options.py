@@ -104,7 +104,13 @@ def grad_options(spec: TensorSpec, extended: Dims, first: Placement) -> tuple[La
 
 
 def batch_options(entry: BatchInput, extended: Dims, first: Placement) -> tuple[Layout, ...]:
-    """Layouts of a batch input: whole, or cut along any dim."""
+    """Layouts of a batch input: whole, or cut along any dim.
+
+    Args:
+        entry: the input.
+        extended: shape of the mesh, the microbatch axis first.
+        first: its placement along the microbatch axis.
+    """
     per_axis: list[Placement] = [R, *(S(dim) for dim in range(len(entry.spec.shape)))]
     layouts = itertools.product(per_axis, repeat=len(extended) - 1)
     return tuple(layout for layout in layouts if is_shardable(entry.spec.shape, (first, *layout), extended, frozen=1))

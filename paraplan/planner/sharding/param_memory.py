@@ -47,7 +47,15 @@ class ParamHeld:
 
 
 def param_held(job: Job, prices: MeshPrices, cls: ParamClass, option: ParamOption, m: int) -> ParamHeld:
-    """The bytes and the price of an option, with m microbatches."""
+    """The bytes and the price of an option, with m microbatches.
+
+    Args:
+        job: what is planned.
+        prices: on the mesh.
+        cls: the class of parameters.
+        option: of its layouts and places.
+        m: number of microbatches.
+    """
     n, slots, place = len(cls.params), job.optimizer.state_slots, option.place
     stored, fetched = prices.nbytes(cls.spec, (R, *option.stored)), prices.zero
     stays = 0

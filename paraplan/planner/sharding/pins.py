@@ -80,7 +80,12 @@ class Pins:
         return tuple(found)
 
     def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
-        """Whether one of the strategies that `keys` make is left over."""
+        """Whether one of the strategies that `keys` make is left over.
+
+        Args:
+            kind, position: the op: its kind, and its place in the joint graph.
+            strategy: in question.
+        """
         if self.along is None:
             return True
         parts, batch = strategy.key.split("|"), self._along(kind)[position]
@@ -197,6 +202,11 @@ def make_pins(
 ) -> Pins:
     """The predicates of some constraints on a mesh.
 
+    Args:
+        program: that is planned.
+        constraints: what is pinned.
+        axes, shape: of the mesh.
+        m: number of microbatches.
     Raises:
         ConstraintError: the batch does not divide, or a named parameter does not exist.
     """

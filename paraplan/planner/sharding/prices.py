@@ -97,6 +97,10 @@ class MeshPrices:
 
         An op's time depends on its local shapes alone, which many strategies share. Where all samples are here, a part
         of a batch norm costs what it adds to the whole.
+
+        Args:
+            op, graph: the op and the specs of its graph.
+            strategies: on the extended mesh.
         """
         joins = self._vanishes(op, graph)
         specs = tuple(graph.values[name] for name in op.tensors)
@@ -160,7 +164,13 @@ class MeshPrices:
     def each(
         self, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout], bundled: bool = False
     ) -> Floats:
-        """[pair, stream] the first source to the first target, the second to the second, and so on."""
+        """[pair, stream] the first source to the first target, the second to the second, and so on.
+
+        Args:
+            spec: of the value, global.
+            sources, targets: layouts on the extended mesh, as many.
+            bundled: as of `transfers`.
+        """
         rows = {layout: number for number, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: number for number, layout in enumerate(dict.fromkeys(targets))}
         table = self.transfers(spec, tuple(rows), tuple(columns), bundled)
@@ -225,7 +235,12 @@ class MeshPrices:
         return self.zero if is_wide else self.cast(spec, wire, source)
 
     def sums(self, spec: TensorSpec, source: Layout, target: Layout) -> bool:
-        """Whether a change of layout sums over ranks."""
+        """Whether a change of layout sums over ranks.
+
+        Args:
+            spec: of the value, global.
+            source, target: layouts on the extended mesh.
+        """
         table = reshard_table(spec.shape, self.extended, 1, (source, target))
         return bool(self._sums(table, (source,), (target,))[0, 0])
 
@@ -262,7 +277,13 @@ class MeshPrices:
         return self._on(COMPUTE, self.costs.op_s(target, ("%x",), {}, (before,), (after,)))
 
     def write(self, spec: TensorSpec, layout: Layout, dtype: str) -> Price:
-        """A value of some dtype written over another one; on CUDA without the launch, which many share."""
+        """A value of some dtype written over another one; on CUDA without the launch, which many share.
+
+        Args:
+            spec: of the value, global.
+            layout: on the extended mesh.
+            dtype: of the value that is written.
+        """
         over, value = self._local(spec, layout), self._local(TensorSpec(dtype, spec.shape), layout)
         seconds = self.costs.op_s("paraplan.write", ("%0", "%1"), {}, (over, value), ())
         shared = 0.0 if self.costs.cluster.backend == "cpu" else self.costs.memory_s(0, 0)
@@ -281,11 +302,23 @@ class MeshPrices:
         return add(copied, update, self.fetched(tier, param_bytes)) if back else add(copied, update)
 
     def staged(self, tier: str, nbytes: int, from_host: bool) -> Price:
-        """States copied from a tier to where they are updated, the host or the device; back goes beside it."""
+        """States copied from a tier to where they are updated, the host or the device; back goes beside it.
+
+        Args:
+            tier: where the states live.
+            nbytes: of them.
+            from_host: whether they are copied from the memory on the way.
+        """
         return self._on(copy_stream(tier, IN), self.costs.moves.copy_s(tier, nbytes, from_host, not from_host))
 
     def kept(self, tier: str, nbytes: int, from_host: bool) -> Price:
-        """A gradient copied to a tier, and from there to its update."""
+        """A gradient copied to a tier, and from there to its update.
+
+        Args:
+            tier: where the gradient waits.
+            nbytes: of it.
+            from_host: as of `staged`.
+        """
         away = self._on(copy_stream(tier, OUT), self.costs.moves.copy_s(tier, nbytes))
         return add(away, self.staged(tier, nbytes, from_host))
 
@@ -294,7 +327,13 @@ class MeshPrices:
         return self._on(copy_stream(tier, IN), self.costs.moves.copy_s(tier, nbytes))
 
     def cast(self, spec: TensorSpec, dtype: str, layout: Layout) -> Price:
-        """A value in another dtype; nothing where it has that."""
+        """A value in another dtype; nothing where it has that.
+
+        Args:
+            spec: of the value, global.
+            dtype: that it is cast to.
+            layout: on the extended mesh.
+        """
         local = self._local(spec, layout)
         return (
             self.zero

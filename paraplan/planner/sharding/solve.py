@@ -111,6 +111,11 @@ class Skipped:
 def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints) -> Space:
     """The option space of a mesh under constraints.
 
+    Args:
+        job: what is planned.
+        mesh: of the devices.
+        num_microbatches: of a step.
+        constraints: what is pinned.
     Raises:
         InfeasibleError: what is pinned to a tier does not fit there.
     """
@@ -139,6 +144,10 @@ def solve_mesh(
     The problem counts memory at the loss and at the update; where a plan peaks elsewhere, that instant becomes a row
     and the problem is solved again (`instants.py`).
 
+    Args:
+        job, mesh, num_microbatches, constraints: as of `problem_of`.
+        limits: of the solver.
+        cutoff_s: of work.
     Raises:
         InfeasibleError: proved: nothing in scope fits; says how much is missing and what is largest.
         SolverLimitError: the time limit passed first.
@@ -229,7 +238,13 @@ def choose(
 
 
 def check_objective(space: Space, choices: Sequence[int], found: Optimum) -> None:
-    """The objective a solver reports equals the plan's cost evaluated afresh, always."""
+    """The objective a solver reports equals the plan's cost evaluated afresh, always.
+
+    Args:
+        space: the options.
+        choices: [decider] of them.
+        found: what the solver says.
+    """
     afresh = sum(work_of_choices(space, choices))
     assert abs(afresh - found.objective) <= 1e-6 * max(afresh, 1e-9), (afresh, found.objective)
 
@@ -293,7 +308,15 @@ def _out_of_tries(
 def failure_of(
     job: Job, space: Space, found: Optimum, limits: SolveLimits, proved: bool, closest: Realised | None = None
 ) -> NoPlanError:
-    """Why there is no choice; what would do is solved for where it is explained."""
+    """Why there is no choice; what would do is solved for where it is explained.
+
+    Args:
+        job, space: what was to be planned, and its options.
+        found: what the solver says.
+        limits: of the solver.
+        proved: whether nothing in scope fits.
+        closest: the plan that came closest.
+    """
     on_mesh = f"{say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}"
     if found.status is not Status.INFEASIBLE:
         return SolverLimitError(
@@ -330,7 +353,13 @@ def _only_without_room(space: Space, limits: SolveLimits, need: float) -> str:
 
 
 def without_room(space: Space, limits: SolveLimits, need: float) -> str:
-    """What is said where the device would have memory enough, were there more room elsewhere."""
+    """What is said where the device would have memory enough, were there more room elsewhere.
+
+    Args:
+        space: the options.
+        limits: of the solver.
+        need: bytes that would do on the device.
+    """
     tiers = dict.fromkeys(tier for place in space.prices.places if place.states for tier in TIERS[place.states].way)
     said = " and ".join(f"{say_size(tier_room_bytes(space, tier))} on {tier}" for tier in sorted(tiers))
     rooms = " or ".join(TIERS[tier].room for tier in tiers if TIERS[tier].is_memory)
@@ -344,7 +373,13 @@ def without_room(space: Space, limits: SolveLimits, need: float) -> str:
 
 
 def least_memory(space: Space, limits: SolveLimits, activations: bool = True) -> float:
-    """What any plan in scope holds at least at the loss, or at the update (each row alone: a lower bound)."""
+    """What any plan in scope holds at least at the loss, or at the update (each row alone: a lower bound).
+
+    Args:
+        space: the options.
+        limits: of the solver.
+        activations: whether what is saved for the backward counts.
+    """
     network = with_rows(formulate(space).network, memory_rows(space, limits.memory_bytes, activations, proof=True))
     stop = time.perf_counter() + limits.time_s
     return limits.memory_bytes * max(least_activity(network, row, stop).bound for row in range(len(network.rows)))

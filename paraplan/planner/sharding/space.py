@@ -65,7 +65,12 @@ class WantedValue:
     lean: bool = False
 
     def prices(self, prices: MeshPrices, have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Floats:
-        """[have, want, stream] of each move, once; infinite where there is no way."""
+        """[have, want, stream] of each move, once; infinite where there is no way.
+
+        Args:
+            prices: on the mesh.
+            have, want: layouts on the extended mesh.
+        """
         found = prices.transfers(self.spec, have, want, self.bundled, self.wire)
         if self.lean:
             may = np.array([[saved_as(prices, self.spec, h, w) for w in want] for h in have])[..., None]
@@ -74,7 +79,13 @@ class WantedValue:
 
 
 def saved_as(prices: MeshPrices, spec: TensorSpec, made: Layout, read: Layout) -> bool:
-    """Whether lowering may save what it makes in one layout in another one, to which the forward brings it."""
+    """Whether lowering may save what it makes in one layout in another one, to which the forward brings it.
+
+    Args:
+        prices: on the mesh.
+        spec: of the value, global.
+        made, read: layouts on the extended mesh.
+    """
     return made == read or prices.nbytes(spec, read) <= prices.nbytes(spec, made)
 
 

@@ -68,7 +68,15 @@ class EvictionPrices:
 def squeeze(
     profile: Residency, budget_bytes: int, deadline: float, most_s: float = np.inf, prices: EvictionPrices | None = None
 ) -> Residency | None:
-    """The schedule with reruns added until it fits; None where that fails, takes too long or costs above `most_s`."""
+    """The schedule with reruns added until it fits; None where that fails, takes too long or costs above `most_s`.
+
+    Args:
+        profile: the schedule, with its bytes over time.
+        budget_bytes: that it has to fit.
+        deadline: on `time.perf_counter()`.
+        most_s: of reruns.
+        prices: of evictions; left out, made anew.
+    """
     prices = prices or EvictionPrices.true(profile.arrays)
     best_excess, stalled = np.inf, 0
     while profile.peak > budget_bytes:
@@ -189,6 +197,11 @@ def polish(profile: Residency, budget_bytes: int, prices: EvictionPrices | None 
     """Without reruns that fit without: each is taken away where retaining what it makes stays within the budget.
 
     The most seconds per byte are tried first.
+
+    Args:
+        profile: the schedule, with its bytes over time.
+        budget_bytes: that it has to fit.
+        prices: of evictions; left out, made anew.
     """
     prices = prices or EvictionPrices.true(profile.arrays)
     order = -prices.seconds / prices.nbytes

@@ -34,7 +34,14 @@ _KINDS = (0.45, 0.35, 0.2)
 
 
 def merge(best: Residency, offered: Ints, budget_bytes: int, deadline: float) -> tuple[Residency, bool]:
-    """A schedule no worse, of its own reruns and the keys offered, and whether it is known to be the best of those."""
+    """A schedule no worse, of its own reruns and the keys offered, and whether it is known to be the best of those.
+
+    Args:
+        best: the schedule so far.
+        offered: keys of reruns, sorted.
+        budget_bytes: that it has to fit.
+        deadline: on `time.perf_counter()`.
+    """
     arrays = best.arrays
     program = MergeProgram(arrays, np.append(best.keys, offered), best.keys, budget_bytes)
     left = min(deadline - time.perf_counter(), _SOLVE_S)

@@ -35,7 +35,13 @@ Terms = list[tuple[int, int]]
 
 
 def repeats_inside(arrays: Arrays, instant: int, following: int, budget_bytes: int) -> Ints:
-    """Ops first run between two instants that make something large: they may run again before the second."""
+    """Ops first run between two instants that make something large: they may run again before the second.
+
+    Args:
+        arrays: of the memory problem.
+        instant, following: the two.
+        budget_bytes: on the device.
+    """
     ops = np.unique(arrays.maker[(arrays.maker > instant) & (arrays.maker < following) & _large(arrays, budget_bytes)])
     return np.asarray(ops[arrays.repeatable[ops] & (arrays.working[ops] <= budget_bytes)])
 
@@ -49,7 +55,16 @@ def add_bursts(
     budget_bytes: int,
     every: bool,
 ) -> Ints:
-    """Adds the rows; [instant, tensor] the columns `stays`, -1 where there is none of its own."""
+    """Adds the rows; [instant, tensor] the columns `stays`, -1 where there is none of its own.
+
+    Args:
+        builder: of the program.
+        arrays: of the memory problem.
+        instants: ascending.
+        resident, again: [instant, tensor] and [instant, op] columns; -1 for none.
+        budget_bytes: on the device.
+        every: at every op, not only at those that need much.
+    """
     stays = np.full(resident.shape, -1, np.int64)
     large = arrays.working - arrays.base >= _LARGE * (budget_bytes - arrays.base)
     for k, instant in enumerate(instants):

@@ -38,7 +38,16 @@ def add_copies(
     tiers: tuple[Tier, ...],
     budget_bytes: int,
 ) -> Ints:
-    """Adds columns and rows; returns the columns of `back`, [instant, tensor]."""
+    """Adds columns and rows; returns the columns of `back`, [instant, tensor].
+
+    Args:
+        builder: of the program.
+        arrays: of the memory problem.
+        instants: ascending.
+        again, resident: [instant, op] and [instant, tensor] columns; -1 for none.
+        tiers: where tensors may be copied to.
+        budget_bytes: on the device.
+    """
     out_s, back_s = _seconds(arrays, tiers)
     unit = float(arrays.time_s.sum()) or 1.0
     stored, back = np.full_like(resident, -1), np.full_like(resident, -1)

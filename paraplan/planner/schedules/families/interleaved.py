@@ -18,6 +18,10 @@ from paraplan.planner.schedules.schedule_problem import Orders, at, check_sizes
 def interleaved(num_positions: int, num_microbatches: int, stages_per_position: int = 2) -> Orders:
     """Interleaved 1F1B.
 
+    Args:
+        num_positions: P, of the pipeline.
+        num_microbatches: a multiple of P.
+        stages_per_position: at least 2.
     Raises:
         ConstraintError: fewer than two stages a position, or microbatches that do not come in groups of P.
     """

@@ -20,6 +20,10 @@ from paraplan.planner.schedules.schedule_problem import Orders, at, check_sizes
 def hanayo(num_positions: int, num_microbatches: int, num_waves: int = 1) -> Orders:
     """Waves over 2 P W stages.
 
+    Args:
+        num_positions: P, of the pipeline.
+        num_microbatches: of a step.
+        num_waves: W.
     Raises:
         ConstraintError: fewer than one position, microbatch or wave.
     """

@@ -163,7 +163,13 @@ class Shop:
 
 
 def build_shop(problem: PipelineProblem, placed: StagePositions, split: bool) -> Shop:
-    """The operations of a problem under one placement, the backward whole or split."""
+    """The operations of a problem under one placement, the backward whole or split.
+
+    Args:
+        problem: what is scheduled.
+        placed: the position of every stage.
+        split: whether the backward is in two halves.
+    """
     stages, m = problem.stages, problem.num_microbatches
     actions = [at(stage, F, micro) for stage in range(len(stages)) for micro in range(m)]
     backward = I if split else B

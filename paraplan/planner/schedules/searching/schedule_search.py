@@ -105,6 +105,10 @@ class _Case:
 def search(problem: PipelineProblem, effort: Effort | None = None, time_limit_s: float | None = None) -> Searched:
     """Search.
 
+    Args:
+        problem: what is scheduled.
+        effort: of the search; left out, the default.
+        time_limit_s: None for no limit.
     Raises:
         InfeasibleError: one microbatch at a time does not fit, under any placement.
         ConstraintError: sizes, costs or limits that mean nothing.

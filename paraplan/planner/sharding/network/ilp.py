@@ -56,7 +56,12 @@ class ShardingIlp:
         return self.count - len(prices)
 
     def row(self, columns: Sequence[int], coefficients: Sequence[float], lower: float, upper: float) -> None:
-        """One row."""
+        """One row.
+
+        Args:
+            columns, coefficients: of its terms.
+            lower, upper: bounds of their sum.
+        """
         self.entries[0].extend([len(self.rows)] * len(columns))
         self.entries[1].extend(columns)
         self.entries[2].extend(coefficients)

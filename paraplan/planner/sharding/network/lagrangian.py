@@ -68,7 +68,13 @@ class Point:
 
 
 def scalarised(network: Network, weights: Floats, multipliers: Floats) -> tuple[list[Floats], list[Floats]]:
-    """Scalar costs per variable and factor."""
+    """Scalar costs per variable and factor.
+
+    Args:
+        network: with costs per stream.
+        weights: [stream], with sum 1.
+        multipliers: [row], at least 0.
+    """
     unary = [prices @ weights for prices in network.prices]
     pairs = []
     for factor in network.factors:

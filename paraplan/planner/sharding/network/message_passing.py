@@ -333,7 +333,13 @@ class MessagePassing:
         return self.polished([choice for choice in fixed if choice is not None], stop=stop)
 
     def polished(self, choices: list[int], rounds: int = 3, stop: float = np.inf) -> list[int]:
-        """Choices no single change of which costs less (or that many rounds of such changes, or what there is then)."""
+        """Choices no single change of which costs less (or that many rounds of such changes, or what there is then).
+
+        Args:
+            choices: [variable] to begin with.
+            rounds: of changes.
+            stop: on `time.perf_counter()`.
+        """
         choices = list(choices)
         for _ in range(rounds):
             changed = False

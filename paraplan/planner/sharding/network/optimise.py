@@ -241,7 +241,13 @@ class _Search:
 
 
 def least_activity(network: Network, row: int, stop: float) -> Optimum:
-    """The choices that hold least of one row, whatever they cost: a proof where even these do not fit."""
+    """The choices that hold least of one row, whatever they cost: a proof where even these do not fit.
+
+    Args:
+        network: with the row.
+        row: its number.
+        stop: on `time.perf_counter()`.
+    """
     chosen = network.rows[row]
     prices = tuple(chosen.held.get(v, np.zeros(len(p)))[:, None] for v, p in enumerate(network.prices))
     factors = tuple(

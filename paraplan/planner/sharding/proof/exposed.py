@@ -145,12 +145,22 @@ def _reduces(job: Job, space: Space, ends: _Ends) -> int:
 
 
 def proof_network(job: Job, space: Space, problem: Formulation, constraints: Constraints) -> Network:
-    """The network that bounds a step: with what is waited for, where products do not go in pieces beside it."""
+    """The network that bounds a step: with what is waited for, where products do not go in pieces beside it.
+
+    Args:
+        job, space: what is planned, and its options.
+        problem: the network of the space.
+        constraints: what is pinned.
+    """
     return problem.network if constraints.overlap > 1 else with_serial(job, space, problem)
 
 
 def with_serial(job: Job, space: Space, problem: Formulation) -> Network:
-    """The network with a last stream: what a rank computes, and waits for in windows."""
+    """The network with a last stream: what a rank computes, and waits for in windows.
+
+    Args:
+        job, space, problem: as of `proof_network`.
+    """
     network = problem.network
     found = windows(job, space)
     waited = _waited(space)
