@@ -39,8 +39,8 @@ LONG = frozenset({"golden", "whole", "jobs", "benchmarks", "planner", "documents
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files keep their tests together and in order."""
-    items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
+    """Files keep their tests together and in order; those of the whole package, in no folder, are long too."""
+    items.sort(key=lambda item: item.path.parent.name != "tests" and LONG.isdisjoint(item.path.parts))
 
 
 def pytest_collection_finish() -> None:

@@ -514,7 +514,9 @@ def test_public_names() -> None:
 
 
 def test_formatting_is_left_to_the_formatter() -> None:
-    skipped = Counter(m.path for m in modules_under("paraplan") for line in m.source.splitlines() if "# fmt: " in line)
+    folders = ("paraplan", "tests", "benchmarks", "examples")
+    lines = [(m.path, line) for folder in folders for m in modules_under(folder) for line in m.source.splitlines()]
+    skipped = Counter(path for path, line in lines if line.endswith(("# fmt: skip", "# fmt: off")))
     assert skipped.total() < MOST_UNFORMATTED, skipped
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,11 +78,13 @@ def job(fused: bool = True, layers: int = 2, cluster: str = "local:4") -> Job:
     return Job(program(fused, layers), parse_cluster(cluster), OPTIMIZERS["sgd"], ModelRef(display="model"), {})
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("pins", PINS, ids=str)
+WRITTEN_OUT = [Constraints(cp=4), Constraints(tp=4, sp=True)]
+
+
+@pytest.mark.parametrize(
+    ("pins", "fused"), [*((pins, True) for pins in PINS), *((pins, False) for pins in WRITTEN_OUT)], ids=str
+)
 def test_no_step_is_below_its_bound(pins: Constraints, fused: bool) -> None:
-    if pins.cp_mode is not None and not fused:
-        pins = msgspec.structs.replace(pins, cp_mode=None)
     plan = search(job(fused), pins).plan
     assert plan.certificate is not None and plan.prediction is not None
     assert 0.0 < plan.certificate.bound_s < plan.prediction.step_s

@@ -62,8 +62,7 @@ def runs_as_one_device(plan: Plan, given: Case) -> InProcessTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(("tier", "recompute"), [("host", True), ("disk", False)])
 @pytest.mark.parametrize(
     ("name", "pin"), [("gpt2", "tp"), ("gpt2", "zero3"), ("mlp", "zero3"), ("t5", "tp"), ("unet", "tp")]
 )

@@ -135,7 +135,7 @@ def as_predicted(
 CASES = [("one", 1), ("one", 3), ("dp", 1), ("zero1", 1), ("zero3", 2), ("tp", 1), ("pp", 1)]
 
 
-@pytest.mark.parametrize(("name", "after"), [("gpt2", 0), ("mlp", 0), ("mlp", 2)])
+@pytest.mark.parametrize(("name", "after"), [("gpt2", 0), ("mlp", 2)])
 @pytest.mark.parametrize(("pin", "every"), CASES)
 def test_steps_equal_one_device_that_updates_late(name: str, pin: str, every: int, after: int) -> None:
     """All parameters late, or a third or half of them; losses of every step, parameters after each, and in the end."""
@@ -311,7 +311,7 @@ def layers(host_rate: float, precision: str = "fp32") -> Job:
     return updated_at(host_rate, replace(job(program, 1), cluster=parse_cluster("1xH100")))
 
 
-@pytest.mark.parametrize("host_rate", [76.8e9, 768e9, 7680e9])
+@pytest.mark.parametrize("host_rate", [76.8e9, 7680e9])
 def test_a_late_update_hides_behind_forward_and_backward(host_rate: float) -> None:
     plan = search(layers(host_rate), Constraints(offload_states="host", microbatches=1), certify=False).plan
     timely, after = (simulate_plan(each, lower(each)) for each in (plan, late(plan, 3)))

@@ -108,12 +108,10 @@ def check(name: str, plan: Plan, programs: tuple[RankProgram, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "given"),
     [
-        ("switch", 2, {"ep": 2}),
         ("switch", 4, {"ep": 2, "microbatches": 2}),
-        ("gshard", 4, {"ep": 4, "zero": 3}),
         ("gshard", 4, {"ep": 2, "dp": 2, "tp": 2}),
         ("mixtral", 2, {"ep": 2}),
-        ("qwen3_moe", 4, {"ep": 4}),
+        ("qwen3_moe", 4, {"ep": 4, "zero": 3}),
     ],
 )
 def test_pinned(name: str, ranks: int, given: dict[str, int]) -> None:

@@ -137,7 +137,6 @@ def test_data_parallel_losses_are_those_of_one_device(pins: dict[str, Any], devi
 @pytest.mark.parametrize(
     ("pins", "devices"),
     [
-        ({"tp": 2, "sp": True}, 2),
         ({"cp": 2}, 2),
         ({"dp": 2, "tp": 2, "zero": 1, "microbatches": 2}, 4),
         ({"pp": 2, "schedule": "1f1b", "microbatches": 4}, 2),

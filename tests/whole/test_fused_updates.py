@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from functools import cache
 from typing import Any
@@ -88,8 +89,7 @@ def eager(optimizer: str) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize(("how", "optimizer"), list(zip(PLANS, itertools.cycle(OPTIMIZERS))))
 def test_numbers_are_eager_s_and_memory_is_as_predicted(how: str, optimizer: str) -> None:
     plan = planned(how, optimizer)
     trainer = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], Turned())

@@ -71,8 +71,9 @@ def test_steps_equal_one_device_and_are_as_predicted(name: str, pin: str, states
     assert relative_error(again.grads(), grads) <= 1e-9
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize(("pin", "every"), [("one", 2), ("zero1", 1), ("zero3", 3)])
+@pytest.mark.parametrize(
+    ("pin", "every", "precision"), [("one", 2, "bf16"), ("zero1", 1, "fp64"), ("zero3", 3, "bf16")]
+)
 def test_the_tier_changes_no_bit(pin: str, every: int, precision: str) -> None:
     """Adam on the same shards, here or there; half of the classes, a third, or all. Parameters in halves that are there
     are cast as they come."""
@@ -214,7 +215,7 @@ def test_a_host_without_room_or_rate_is_named() -> None:
 PLACES = (HERE, PLACEMENTS["host"], PLACEMENTS["fetched"])
 
 
-@pytest.mark.parametrize(("share", "host_rate"), [(0.25, 8e9), (0.6, 8e9), (0.6, 1e9), (0.8, 1e9)])
+@pytest.mark.parametrize(("share", "host_rate"), [(0.25, 8e9), (0.6, 1e9)])
 def test_the_planner_moves_the_states_that_cost_least(share: float, host_rate: float) -> None:
     """Against every assignment of classes to places."""
     model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in ((96, 128), (128, 64), (64, 8))))

@@ -12,7 +12,7 @@ from benchmarks.random_models.recipe import build, draw, library, source_of
 from benchmarks.random_models.shrink import script
 from benchmarks.random_models.trial import REFUSED, RIGHT, try_model
 
-SEEDS = (1, 17, 29, 43, 57, 72, 85, 90)
+SEEDS = (1, 17, 43, 57, 72)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

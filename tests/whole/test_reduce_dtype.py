@@ -139,8 +139,10 @@ def captured(precision: str) -> Program:
     return capture(net(), batch(), precision=precision)
 
 
-@pytest.mark.parametrize(("precision", "reduce_dtype"), [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "bf16")])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("precision", "reduce_dtype", "seed"),
+    [("bf16", "fp32", 0), ("bf16", "fp32", 1), ("fp16", "bf16", 2), ("fp16", "bf16", 3), ("bf16", "bf16", 3)],
+)
 def test_random_plans(precision: str, reduce_dtype: str, seed: int) -> None:
     """Any layouts, microbatches and recomputation; nothing of a gradient is summed in another dtype."""
     job = Job(
@@ -163,14 +165,13 @@ def test_random_plans(precision: str, reduce_dtype: str, seed: int) -> None:
         assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(programs[number])]
 
 
-@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "pins",
+    ("pins", "reduce_dtype"),
     [
-        {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-h1", "microbatches": 4},
-        {"pp": 2, "dp": 2, "zero": 2, "microbatches": 2},
-        {"dp": 2, "zero": 2, "offload_states": "disk-grads"},
-        {"dp": 2, "zero": 1, "recompute": "full"},
+        ({"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-h1", "microbatches": 4}, "fp32"),
+        ({"pp": 2, "dp": 2, "zero": 2, "microbatches": 2}, "bf16"),
+        ({"dp": 2, "zero": 2, "offload_states": "disk-grads"}, "fp32"),
+        ({"dp": 2, "zero": 1, "recompute": "full"}, "bf16"),
     ],
     ids=str,
 )
@@ -186,8 +187,9 @@ def test_in_pipelines_and_with_states_away(pins: dict[str, Any], reduce_dtype: s
         assert [e.key for e in trainer.entries(rank)] == [e.key for e in entries(plan.programs[number])]
 
 
-@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("pins", [{"dp": 4, "zero": 2}, {"dp": 4, "zero": 0}], ids=str)
+@pytest.mark.parametrize(
+    ("pins", "reduce_dtype"), [({"dp": 4, "zero": 2}, "fp32"), ({"dp": 4, "zero": 0}, "bf16")], ids=str
+)
 def test_training_follows_one_device(reduce_dtype: str, pins: dict[str, int]) -> None:
     """Twelve steps, each from where the one before led: the loss stays within 2 % of a single device's."""
     plan = planned(4, "bf16", reduce_dtype, microbatches=2, **pins)

@@ -65,8 +65,7 @@ def test_steps_equal_one_device_and_are_as_predicted(pin: str, states: str) -> N
     as_predicted(plan, programs, trainer)
 
 
-@pytest.mark.parametrize("states", ["disk", "fetched"])
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize(("states", "precision"), [("disk", "bf16"), ("fetched", "fp64")])
 def test_staging_changes_nothing(states: str, precision: str) -> None:
     """Adam over the same shards, of which every third lives here and every third on the host; of the others every
     second gradient waits beside them. Products of float64 may add in another order where memory is aligned otherwise.
@@ -162,11 +161,11 @@ def test_a_disk_without_room_is_refused_before_the_start(tmp_path: Path, monkeyp
         search(replace(given, cluster=cluster), Constraints(offload_states="disk"), certify=False)
 
 
-@pytest.mark.parametrize("write", [0, 9, 10])
+@pytest.mark.parametrize("write", [0, 9])
 def test_a_write_that_fails_leaves_every_parameter_with_its_states(
     write: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that is full at some write of the third step: of a parameter (writes 0 and 10), or of its states."""
+    """A disk that is full at some write of the third step: of a parameter (write 0), or of its states."""
     plan = in_runs(planned("gpt2", "one", "disk"))
     (program,), (model, _, batch) = verify_plan(plan), captured("gpt2")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,7 @@ from paraplan.ir.sizes import say_size
 
 AWAY = ["host", "all", "fetched", "all-fetched", "disk", "disk-all", "disk-fetched", "fetched-grads", "disk-grads"]
 OPTIMIZERS = {"sgd": (torch.optim.SGD, {"lr": 0.1}), "adamw": (torch.optim.AdamW, {"lr": 1e-2})}
+PAIRS = list(zip(AWAY, itertools.cycle(OPTIMIZERS)))
 
 Batch = dict[str, Tensor]
 Loop = Callable[[Any, torch.optim.Optimizer, list[Batch]], list[Tensor]]
@@ -74,8 +76,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-@pytest.mark.parametrize("states", AWAY)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("states", "optimizer"), PAIRS)
 def test_a_closure_is_called_before_the_update(states: str, optimizer: str) -> None:
     def loop(step: Any, made: torch.optim.Optimizer, given: list[Batch]) -> list[Tensor]:
         def closure(batch: Batch) -> Tensor:
@@ -169,8 +170,7 @@ def clamp(made: torch.optim.Optimizer) -> None:
         param.clamp_(-0.1, 0.1)
 
 
-@pytest.mark.parametrize("states", AWAY)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("states", "optimizer"), PAIRS)
 def test_parameters_written_after_the_update_are_those_of_the_next_step(states: str, optimizer: str) -> None:
     def loop(step: Any, made: torch.optim.Optimizer, given: list[Batch]) -> list[Tensor]:
         losses = []
@@ -184,8 +184,7 @@ def test_parameters_written_after_the_update_are_those_of_the_next_step(states: 
     as_in_eager(states, optimizer, loop)
 
 
-@pytest.mark.parametrize("states", AWAY)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("states", "optimizer"), PAIRS)
 def test_parameters_and_states_written_before_the_update_are_those_it_changes(states: str, optimizer: str) -> None:
     def loop(step: Any, made: torch.optim.Optimizer, given: list[Batch]) -> list[Tensor]:
         losses = []

@@ -122,9 +122,8 @@ def _is_uneven(plan: Plan) -> bool:
     )
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_random_plans_of_a_transformer_of_odd_sizes(dropout: float) -> None:
-    single = Single(gpt2(dropout=dropout))
+def test_random_plans_of_a_transformer_of_odd_sizes() -> None:
+    single = Single(gpt2(dropout=0.1))
     for seed, ranks in ((1, 2), (2, 4), (3, 4)):
         plan = random_plan(single.job(ranks), seed, max_microbatches=3)
         assert _is_uneven(plan)

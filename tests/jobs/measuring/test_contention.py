@@ -118,12 +118,13 @@ def test_what_collectives_take_of_compute_is_simulated_as_it_runs(tiny_gpt2: Tin
 
 def test_the_planner_pays_for_it(tiny_gpt2: Tiny) -> None:
     """A device that collectives take whole has nothing to hide behind: no plan is shorter than its work."""
-    plan = search(job_of(tiny_gpt2, 1.0), Constraints(microbatches=1)).plan
+    pins = Constraints(pp=1, microbatches=1)
+    plan = search(job_of(tiny_gpt2, 1.0), pins).plan
     simulation = simulate_plan(plan, verify_plan(plan))
     assert plan.certificate is not None
     assert plan.certificate.bound_s <= simulation.step_s + 1e-12
     assert simulation.step_s + 1e-12 >= simulation.compute_s >= sum(simulation.comm_s.values())
-    free = search(job_of(tiny_gpt2, 0.0), Constraints(microbatches=1)).plan
+    free = search(job_of(tiny_gpt2, 0.0), pins).plan
     moved = msgspec.structs.replace(free, cluster=taking(1.0, 2))
     assert simulation.step_s <= simulate_plan(moved, verify_plan(moved)).step_s + 1e-12
 

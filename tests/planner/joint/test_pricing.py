@@ -36,9 +36,8 @@ def test_a_schedule_says_which_counts_it_takes(name: str) -> None:
             assert NAMED[name].counts(p, m) == taken, (p, m)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_what_is_left_unpriced_comes_nowhere_near_the_best(name: str) -> None:
-    job = zoo_job(name, 4)
+def test_what_is_left_unpriced_comes_nowhere_near_the_best() -> None:
+    job = zoo_job("gpt2", 4)
     listed = combinations(job, FREE)
     some, every = _pricing(job), _pricing(job)
     some.price_all(listed)
@@ -73,7 +72,7 @@ def test_totals_of_more_samples_and_of_no_weight() -> None:
     pins = msgspec.structs.replace(FREE, mesh=(2,), pp=None)
     listed = combinations(job, pins)
     pricing = _pricing(job, pins)
-    for combination in listed:
+    for combination in {pricing.kind(each): each for each in listed}.values():
         (prices, *_) = pricing.priced(combination, [combination])
         totals, shape = prices.totals, pricing.mesh_shape(combination, prices.shape)
         quick_s = pricing.form.quick_s(combination, totals, shape)

@@ -57,14 +57,12 @@ def test_no_plan_of_a_space_is_below_its_bound(name: str, devices: int, pins: Co
     assert bound_s >= 0.2 * min(steps)  # of messages between processes, most of a step here, it knows nothing
 
 
-@pytest.mark.parametrize(("name", "share", "is_higher"), [("gpt2", 0.75, False), ("llama", 0.65, True)])
-def test_nor_is_one_that_fits_below_the_bound_of_less_memory(name: str, share: float, is_higher: bool) -> None:
-    job, pins = zoo_job(name, 2), Constraints(microbatches=1)
-    listed, loose_s = _bound(name, 2, pins)
-    tight = msgspec.structs.replace(pins, memory_bytes=int(share * min(_fastest(job, listed, pins)[1])))
-    _, bound_s = _bound(name, 2, tight)
-    assert loose_s <= bound_s <= min(_fastest(job, listed, tight)[0])
-    assert bound_s > loose_s or not is_higher
+def test_nor_is_one_that_fits_below_the_bound_of_less_memory() -> None:
+    job, pins = zoo_job("llama", 2), Constraints(microbatches=1)
+    listed, loose_s = _bound("llama", 2, pins)
+    tight = msgspec.structs.replace(pins, memory_bytes=int(0.65 * min(_fastest(job, listed, pins)[1])))
+    _, bound_s = _bound("llama", 2, tight)
+    assert loose_s < bound_s <= min(_fastest(job, listed, tight)[0])
 
 
 def _fastest(job: Job, listed: list[Combination], pins: Constraints) -> tuple[list[float], list[int]]:

@@ -73,7 +73,7 @@ def limit_of(share: float) -> int:
     return int(least + share * (max(realised(kept()).simulation.peak_bytes) - least))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.95])
 def test_the_step_is_that_of_the_best_assignment(share: float) -> None:
     limit = limit_of(share)
     best = min(step_s for step_s, peak, _, _ in every() if peak <= limit)
@@ -180,7 +180,7 @@ def test_a_search_from_any_assignment_ends_near_the_best() -> None:
         assert price(found)[1] <= 0 and price(found)[0] <= best * 1.02
 
 
-@pytest.mark.parametrize(("share", "room"), [(0.1, 0.6), (0.3, 0.6), (0.3, 0.8), (0.5, 0.5)])
+@pytest.mark.parametrize(("share", "room"), [(0.1, 0.6), (0.5, 0.5)])
 def test_where_the_host_lacks_room_states_go_to_disk(share: float, room: float) -> None:
     """Against every assignment to host and disk."""
     model, given, batch = layers()

@@ -164,7 +164,7 @@ def test_degrees_and_schedules_are_searched() -> None:
     job = job_of(program(), 2)
     found = search(job, Constraints(microbatches=4)).plan
     assert found.prediction is not None
-    for degree, schedule in ((1, None), (2, "1f1b"), (2, "zb-v"), (2, "chimera")):
+    for degree, schedule in ((1, None), (2, "1f1b"), (2, "zb-v")):
         pinned = search(job, Constraints(pp=degree, schedule=schedule, microbatches=4)).plan
         assert pinned.prediction is not None
         assert found.prediction.step_s <= pinned.prediction.step_s

@@ -112,7 +112,12 @@ def _over_groupings(cost: Floats, messages: Sequence[Floats], mine: int = -1, re
         minima = list(np.minimum.reduce(cost - sums[split.others, None], axis=2))
     found = []
     for beside in split.groupings:
-        least = [sum((minima[group] for group in each), rest) for each in beside]
+        least = []
+        for each in beside:
+            total = rest
+            for group in each:
+                total = total + minima[group]
+            least.append(total)
         found.append(least[0] if len(least) == 1 else np.minimum.reduce(np.array(least)))
     if mine < 0:
         return np.asarray(found[0])
@@ -264,7 +269,18 @@ class MessagePassing:
                 self.touching[variable].append((factor, place))
                 if warm is not None:
                     self.costs[variable] += factor.messages[place][factor.layouts[place]]
+        self._handing = {step: [self._handed(variable, step) for variable in range(len(unary))] for step in (1, -1)}
         self._forward = True
+
+    def _handed(self, variable: int, step: int) -> tuple[list[tuple[_Factor, int]], float]:
+        """The factors that variables still to come will see, in sweeps of this direction, and the share of each."""
+        ahead, behind = [], 0
+        for factor, place in self.touching[variable]:
+            ordered = [step * other for other in factor.variables]
+            if max(ordered) > step * variable:
+                ahead.append((factor, place))
+            behind += min(ordered) < step * variable
+        return ahead, 1.0 / max(len(ahead), behind, 1)
 
     def _take_over(self, warm: MessagePassing) -> None:
         for factor, known in zip(self.factors, warm.factors, strict=True):
@@ -290,19 +306,13 @@ class MessagePassing:
 
     def _visit(self, variable: int, step: int) -> None:
         costs = self.costs[variable]
-        ahead, behind = [], 0
         for factor, place in self.touching[variable]:
             costs = costs + factor.collect(place).take(factor.layouts[place])
-            ordered = [step * other for other in factor.variables]
-            if max(ordered) > step * variable:
-                ahead.append((factor, place))
-            behind += min(ordered) < step * variable
-        if ahead:
-            share = 1.0 / max(len(ahead), behind)
-            handed = [(factor, place, factor.least(place, costs) * share) for factor, place in ahead]
-            for factor, place, back in handed:
-                factor.messages[place] -= back
-                costs = costs - back.take(factor.layouts[place])
+        ahead, share = self._handing[step][variable]
+        handed = [(factor, place, factor.least(place, costs) * share) for factor, place in ahead]
+        for factor, place, back in handed:
+            factor.messages[place] -= back
+            costs = costs - back.take(factor.layouts[place])
         self.costs[variable] = costs
 
     def bound(self) -> float:
