@@ -245,11 +245,9 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
 
     def device_kinds(self) -> tuple[int, ...]:
         """Per device, the first group with an equal device: ranks of one number do equal work in equal time."""
-        kinds: list[int] = []
         devices = [group.device for group in self.groups]
-        for group in self.groups:
-            kinds += [devices.index(group.device)] * (group.nodes * group.devices_per_node)
-        return tuple(kinds)
+        kinds = [(devices.index(each.device),) * (each.nodes * each.devices_per_node) for each in self.groups]
+        return sum(kinds, ())
 
     @classmethod
     def local(cls, num_devices: int, memory_bytes: int = 4 << 30, cores: int | None = None) -> ClusterSpec:
