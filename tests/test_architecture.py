@@ -110,7 +110,8 @@ LABELLED = (
 DOCUMENTED = (
     *("api", "fitting", "explaining", "comparing", "codegen/", "cost_models/", "report/", "ir/machine/"),
     *("capture/register.py", "runtime/trainer", "jobs/run.py", "jobs/trainers.py", "planner/search.py"),
-    *("planner/fits.py", "planner/certificate.py", "planner/evaluate_plan.py"),
+    *("planner/fits.py", "planner/certificate.py", "planner/evaluate_plan.py", "planner/one_stage/"),
+    *("planner/passes/", "planner/schedules/", "runtime/state/", "ir/model/", "ir/options.py", "ir/profile.py"),
     *("lowering/lower", "lowering/steps/", "lowering/transfers/", "runtime/optimizers/", "runtime/batch.py"),
     *("runtime/buckets.py", "runtime/evaluate.py", "runtime/fitted", "runtime/in_process.py", "runtime/rank.py"),
 )

@@ -138,6 +138,10 @@ def keywords_of(options: Options) -> dict[str, Any]:
 def with_keywords(kind: type[O], options: O | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options given as a struct of a kind and as keywords, all as keywords.
 
+    Args:
+        kind: of the struct.
+        options: the struct; None for none.
+        given: keywords.
     Raises:
         ConstraintError: both are given for an option, and differ.
         TypeError: the struct is of another kind.

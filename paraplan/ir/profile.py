@@ -156,7 +156,13 @@ class RunTimes(Value, frozen=True, kw_only=True):
 
 
 def shape_key(target: str, flag: int, inputs: Sequence[Spec], outputs: Sequence[Spec | None]) -> str:
-    """What an op's time is looked up by before lowering."""
+    """What an op's time is looked up by before lowering.
+
+    Args:
+        target: the op.
+        flag: what of its arguments changes its work (`roofline.variant`).
+        inputs, outputs: local specs; None for an absent output.
+    """
     return f"{target};{int(flag)};{_specs(inputs)};{_specs(outputs)}"
 
 
@@ -165,7 +171,13 @@ def _specs(specs: Sequence[Spec | None]) -> str:
 
 
 def full_key(shape: str, strides: Sequence[tuple[int, ...]], detail: str) -> str:
-    """A shape key with strides (empty where row-major) and detail."""
+    """A shape key with strides (empty where row-major) and detail.
+
+    Args:
+        shape: of `shape_key`.
+        strides: per tensor, empty where row-major.
+        detail: of `detail_of`.
+    """
     lie = ",".join("x".join(map(str, each)) for each in strides)
     return f"{shape};{lie};{detail}"
 
@@ -183,6 +195,11 @@ def detail_of(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], ker
 
     Of torch's ops all but floats (scales and epsilons); of our own only what chooses a path: truths, probabilities
     being zero or not. Their integers are shapes, offsets and numbers of random ops.
+
+    Args:
+        target: the op.
+        args, kwargs: its arguments, local.
+        kernel: that it runs as.
     """
     ours = target.startswith("paraplan.")
     given = [_plain(arg, ours) for arg in args], {key: _plain(arg, ours) for key, arg in sorted(kwargs.items())}

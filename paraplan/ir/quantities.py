@@ -34,6 +34,10 @@ def check_positive(name: str, value: float, where: str) -> None:
 def check_not_negative(name: str, value: float, where: str) -> None:
     """Likewise one that may be zero.
 
+    Args:
+        name: of the quantity.
+        value: of it.
+        where: it was read, for the error.
     Raises:
         ClusterError: it is below, or no machine has it.
     """

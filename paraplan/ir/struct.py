@@ -92,6 +92,10 @@ def from_json(data: bytes, kind: type[T], what: str, error: type[ParaplanError])
 def read_bytes(path: str | Path, what: str, error: type[ParaplanError]) -> bytes:
     """A file's bytes.
 
+    Args:
+        path: of the file.
+        what: it is, for the error.
+        error: that is raised.
     Raises:
         error: the file cannot be read; says which and why.
     """
@@ -104,6 +108,11 @@ def read_bytes(path: str | Path, what: str, error: type[ParaplanError]) -> bytes
 def write_bytes(path: str | Path, data: bytes, what: str, error: type[ParaplanError]) -> None:
     """Write a file so that at any time it is as it was or whole: beside it, then in its place.
 
+    Args:
+        path: of the file.
+        data: to be written.
+        what: it is, for the error.
+        error: that is raised.
     Raises:
         error: the file cannot be written, and is as it was; says which and why.
     """

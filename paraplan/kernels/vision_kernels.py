@@ -11,6 +11,7 @@ Batch norm comes as sums over samples (a sum, then centred squares), for these a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,56 +48,38 @@ def _shaped(like: Tensor, shape: Ints) -> Tensor:
     return like.new_empty(1).expand(tuple(shape))
 
 
-def conv(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    transposed: bool,
-    output_padding: Ints,
-    groups: int,
-) -> Tensor:
+class ConvCall(NamedTuple):
+    """What a convolution does: the last arguments of it and of its gradients, as of `aten.convolution`."""
+
+    stride: Ints
+    padding: Ints
+    dilation: Ints
+    transposed: bool
+    output_padding: Ints
+    groups: int
+
+
+def conv(x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """y[b, n, ...] = x[b, k, ...] * w (+ bias); w: [n, k / groups, ...], or [k, n / groups, ...] when transposed."""
-    x, w = x.contiguous(), w.contiguous()
-    return aten.convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups).contiguous()
+    return aten.convolution(x.contiguous(), w.contiguous(), bias, *ConvCall(*rest)).contiguous()
 
 
-def conv_grad_input(
-    g: Tensor,
-    w: Tensor,
-    size: Ints,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    transposed: bool,
-    output_padding: Ints,
-    groups: int,
-) -> Tensor:
+def conv_grad_input(g: Tensor, w: Tensor, size: Ints, *rest: Any) -> Tensor:
     """The gradient of `conv` in x: [b, n, ...] -> [b, k, *size]."""
-    channels = w.shape[0] if transposed else w.shape[1] * groups
+    call = ConvCall(*rest)
+    channels = w.shape[0] if call.transposed else w.shape[1] * call.groups
     x = _shaped(g, (g.shape[0], channels, *size))
-    rest = (stride, padding, dilation, transposed, output_padding, groups, [True, False, False])
-    return aten.convolution_backward(g.contiguous(), x, w.contiguous(), None, *rest)[0].contiguous()  # type: ignore[no-any-return]
+    grads = aten.convolution_backward(g.contiguous(), x, w.contiguous(), None, *call, [True, False, False])
+    return grads[0].contiguous()  # type: ignore[no-any-return]
 
 
-def conv_grad_weight(
-    g: Tensor,
-    x: Tensor,
-    size: Ints,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    transposed: bool,
-    output_padding: Ints,
-    groups: int,
-) -> Tensor:
+def conv_grad_weight(g: Tensor, x: Tensor, size: Ints, *rest: Any) -> Tensor:
     """The gradient of `conv` in w, summed over the batch; `size` is the window's."""
-    first, second = (x.shape[1], g.shape[1]) if transposed else (g.shape[1], x.shape[1])
-    w = _shaped(g, (first, second // groups, *size))
-    rest = (stride, padding, dilation, transposed, output_padding, groups, [False, True, False])
-    return aten.convolution_backward(g.contiguous(), x.contiguous(), w, None, *rest)[1].contiguous()  # type: ignore[no-any-return]
+    call = ConvCall(*rest)
+    first, second = (x.shape[1], g.shape[1]) if call.transposed else (g.shape[1], x.shape[1])
+    w = _shaped(g, (first, second // call.groups, *size))
+    grads = aten.convolution_backward(g.contiguous(), x.contiguous(), w, None, *call, [False, True, False])
+    return grads[1].contiguous()  # type: ignore[no-any-return]
 
 
 def max_pool(

@@ -209,8 +209,7 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         """Seconds of one copy between a device and a tier.
 
         Args:
-            tier: where to or from.
-            device: its number.
+            tier, device: where to and from, either way.
             nbytes: of the copy.
             from_host: between the tier and the memory on the way.
         Raises:

@@ -233,7 +233,12 @@ def _times(entry: BatchInput, count: int) -> BatchInput:
 
 
 def trained_params(program: Program, first: int = 0, stop: int | None = None) -> tuple[str, ...]:
-    """Parameters that receive a gradient in segments [first, stop), in the model's order."""
+    """Parameters that receive a gradient in segments [first, stop), in the model's order.
+
+    Args:
+        program: whose parameters.
+        first, stop: of the segments; left out, all.
+    """
     found = {
         name
         for segment in program.segments[first:stop]

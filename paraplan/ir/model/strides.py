@@ -47,6 +47,9 @@ def is_dense(shape: Dims, strides: Dims) -> bool:
 def view_strides(shape: Dims, strides: Dims, new_shape: Dims) -> Dims | None:
     """Strides of a view as `new_shape`, or None where only a copy has that shape.
 
+    Args:
+        shape, strides: of the tensor.
+        new_shape: of as many elements.
     Source: torch's computeStride (aten/src/ATen/TensorUtils.cpp).
     """
     if not shape:

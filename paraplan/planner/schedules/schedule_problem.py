@@ -104,7 +104,11 @@ def check_sizes(name: str, num_positions: int, num_microbatches: int) -> None:
 
 
 def at(stage: int, kind: ActionKind, microbatch: int) -> Action:
-    """An action, briefly."""
+    """An action, briefly.
+
+    Args:
+        stage, kind, microbatch: its parts.
+    """
     return Action(stage=stage, kind=kind, microbatch=microbatch)
 
 

@@ -30,7 +30,12 @@ class Values(Protocol):
     """Where the values of "param:<name>" and "buffer:<name>" come from."""
 
     def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
-        """A rank's part of a tensor; may be a view, of another dtype, on another device."""
+        """A rank's part of a tensor; may be a view, of another dtype, on another device.
+
+        Args:
+            name: of the parameter or buffer.
+            layout, mesh_shape, coordinates: as of `slices`.
+        """
 
 
 @SESSION.cached(4096)
@@ -172,7 +177,13 @@ def narrow_state(
 
 
 def travels(key: str, value: object, param: Tensor) -> bool:
-    """Whether an optimizer's state goes where a parameter's states go: what is as it is, but for a count of steps."""
+    """Whether an optimizer's state goes where a parameter's states go: what is as it is, but for a count of steps.
+
+    Args:
+        key: of the state.
+        value: of it.
+        param: whose state it is.
+    """
     alike = isinstance(value, Tensor) and value.shape == param.shape and value.dtype == param.dtype
     return alike and key != "step"
 
@@ -211,7 +222,11 @@ class Whole(dict[str, Tensor]):
     """Full tensors by "param:<name>" and "buffer:<name>", of which ranks take their parts."""
 
     def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
-        """A rank's part, as a view."""
+        """A rank's part, as a view.
+
+        Args:
+            name, layout, mesh_shape, coordinates: as of `Values.shard`.
+        """
         return cut(self[name], layout, mesh_shape, coordinates)
 
 
@@ -221,6 +236,8 @@ class Nothing:
     def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
         """Fails: nothing should be asked for.
 
+        Args:
+            name, layout, mesh_shape, coordinates: as of `Values.shard`.
         Raises:
             PlanMismatchError: always.
         """

@@ -240,7 +240,16 @@ def about_run(
     seed: int | None,
     everyones: Callable[[Any], list[Any]] = lambda own: [own],
 ) -> dict[str, Any]:
-    """What a training state has beside tensors."""
+    """What a training state has beside tensors.
+
+    Args:
+        program: that is trained.
+        optimizers, scheduler, scaler: that train it.
+        params: the model's names -> what optimizers have.
+        steps_done: so far.
+        seed: of the run.
+        everyones: a value of this rank -> those of all.
+    """
     progress.check_scaler(scaler)
     return {
         "header": header(program),
@@ -263,6 +272,11 @@ def read_numbers(
 ) -> dict[str, Any]:
     """What a training state has beside tensors, and which saved group each group takes its options from.
 
+    Args:
+        program: that is trained.
+        state: the saved one.
+        optimizers, scheduler, scaler: that train it.
+        groups: of the optimizers, by names of their parameters.
     Raises:
         PlanMismatchError: it is of another model, or not of what is given.
     """
@@ -288,7 +302,12 @@ def read_numbers(
 def give_numbers(
     numbers: Mapping[str, Any], optimizers: list[torch.optim.Optimizer], scheduler: Any, scaler: Any
 ) -> None:
-    """Options of groups, states of schedules and of the scaler."""
+    """Options of groups, states of schedules and of the scaler.
+
+    Args:
+        numbers: of `read_numbers`.
+        optimizers, scheduler, scaler: that train the model.
+    """
     progress.take_groups(optimizers, numbers["groups"], numbers["match"])
     progress.take_schedules(schedulers_in(scheduler), numbers["schedules"], optimizers, numbers["match"])
     for optimizer, others in zip(optimizers, numbers["others"], strict=False):

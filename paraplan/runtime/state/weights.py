@@ -131,7 +131,11 @@ class SeededValues:
         self._held: tuple[str, dict[str, Tensor]] = ("", {})
 
     def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
-        """Part of a tensor; its module's tensors are held until another module is asked for."""
+        """Part of a tensor; its module's tensors are held until another module is asked for.
+
+        Args:
+            name, layout, mesh_shape, coordinates: as of `Values.shard`.
+        """
         module, _, key = source_of(name)[1].rpartition(".")
         if not self._held[1] or self._held[0] != module:
             self._held = ("", {})
@@ -232,7 +236,11 @@ class FileValues:
             )
 
     def shard(self, name: str, layout: Layout, mesh_shape: Dims, coordinates: Dims) -> Tensor:
-        """This rank's part of a tensor, and nothing more, read from its file."""
+        """This rank's part of a tensor, and nothing more, read from its file.
+
+        Args:
+            name, layout, mesh_shape, coordinates: as of `Values.shard`.
+        """
         at = self.found.get(name)
         if at is None:
             return self.rest.shard(name, layout, mesh_shape, coordinates)

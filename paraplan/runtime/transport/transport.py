@@ -46,13 +46,34 @@ class Port(Protocol):
     def issue(
         self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: UnevenRoute | None = None
     ) -> Handle:
-        """Start a collective over a mesh axis; `in_place`: its result replaces x."""
+        """Start a collective over a mesh axis; `in_place`: its result replaces x.
+
+        Args:
+            kind: name of the collective.
+            x: what this rank puts in.
+            reduction: "sum", "max" ..., where it reduces.
+            axis: of the mesh.
+            in_place: whether the result replaces x.
+            route: rows to and from each rank, of uneven ones.
+        """
 
     def send(self, x: Tensor, peer: int, what: str) -> Handle:
-        """Start to send a contiguous tensor to a rank; it is left alone until that is done."""
+        """Start to send a contiguous tensor to a rank; it is left alone until that is done.
+
+        Args:
+            x: contiguous.
+            peer: the rank that receives.
+            what: both ends call it.
+        """
 
     def receive(self, out: Tensor, peer: int, what: str) -> Handle:
-        """Start to receive a rank's next message; `what` both ends call it."""
+        """Start to receive a rank's next message; `what` both ends call it.
+
+        Args:
+            out: contiguous.
+            peer: the rank that sends.
+            what: both ends call it.
+        """
 
     def ready(self, handle: Handle) -> bool:
         """Whether it is done; a port that can only block does so and says yes."""
@@ -138,6 +159,9 @@ class InProcessTransport:
     ) -> Handle:
         """See `Port.issue`.
 
+        Args:
+            rank: that issues.
+            kind, x, reduction, axis, in_place, route: as of `Port.issue`.
         Raises:
             RuntimeFailure: peers issued something else in its place.
         """
@@ -170,6 +194,11 @@ class InProcessTransport:
     def post(self, source: int, target: int, x: Tensor, sends: bool, what: str) -> Handle:
         """One end of a message between two ranks.
 
+        Args:
+            source, target: the ranks.
+            x: what is sent, or where it arrives.
+            sends: whether this end sends.
+            what: both ends call it.
         Raises:
             RuntimeFailure: the other end's next message in this direction is another one.
         """
@@ -207,15 +236,27 @@ class InProcessPort:
     def issue(
         self, kind: str, x: Tensor, reduction: str, axis: int, in_place: bool = False, route: UnevenRoute | None = None
     ) -> Handle:
-        """Start a collective."""
+        """Start a collective.
+
+        Args:
+            kind, x, reduction, axis, in_place, route: as of `Port.issue`.
+        """
         return self.transport.issue(self.rank, kind, x, reduction, axis, in_place, route)
 
     def send(self, x: Tensor, peer: int, what: str) -> Handle:
-        """Start to send."""
+        """Start to send.
+
+        Args:
+            x, peer, what: as of `Port.send`.
+        """
         return self.transport.post(self.rank, peer, x, True, what)
 
     def receive(self, out: Tensor, peer: int, what: str) -> Handle:
-        """Start to receive."""
+        """Start to receive.
+
+        Args:
+            out, peer, what: as of `Port.receive`.
+        """
         return self.transport.post(peer, self.rank, out, False, what)
 
     def ready(self, handle: Handle) -> bool:
