@@ -29,7 +29,7 @@ MODELS = {
     **recurrent.MODELS,
 }
 NAMES = tuple(MODELS)
-UNSEEN = {**huggingface.MODELS, **sequences.MODELS, **generators.MODELS, **structures.MODELS}
+UNSEEN = {**huggingface.MODELS, **sequences.MODELS, **generators.MODELS, **structures.MODELS, **recurrent.LOOPS}
 """What no part of paraplan was written for; see `benchmarks.unseen`."""
 
 

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paraplan
+from benchmarks.zoo.recurrent import BATCH, STATE, STEPS, WIDTH, WORDS, Layers, Selective
 from paraplan.capture import capture, run_program
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
@@ -28,49 +28,7 @@ from paraplan.runtime.in_process import InProcessTrainer
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)
-BATCH, STEPS, WIDTH, STATE, WORDS = 8, 12, 8, 4, 16
-
-
-class Tagger(nn.Module):
-    """Two recurrent layers in both directions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.cell = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True, dropout=0.0)
-        self.head = nn.Linear(2 * WIDTH, WORDS)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """The loss of words: [batch, time]."""
-        return F.cross_entropy(self.head(self.cell(self.words(words))[0]).flatten(0, 1), words.flatten())
-
-
-class Mixer(nn.Module):
-    """A selective state space model: the scan of Mamba, written out in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.into = nn.Linear(WIDTH, 2 * WIDTH)
-        self.parts = nn.Linear(WIDTH, WIDTH + 2 * STATE)
-        self.rates = nn.Parameter(torch.randn(WIDTH, STATE))
-        self.out = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """The loss of words: [batch, time]."""
-        x, gate = self.into(self.words(words)).chunk(2, -1)
-        step, write, read = self.parts(x).split([WIDTH, STATE, STATE], -1)
-        step = F.softplus(step)
-        decay = torch.exp(step[..., None] * -self.rates.exp())
-        given = (step * x)[..., None] * write[:, :, None]
-        state, results = torch.zeros_like(given[:, 0]), []
-        for t in range(x.shape[1]):
-            state = decay[:, t] * state + given[:, t]
-            results.append((state @ read[:, t, :, None])[..., 0])
-        return F.cross_entropy(self.out(torch.stack(results, 1) * F.silu(gate)).flatten(0, 1), words.flatten())
-
-
-MODELS: dict[str, type[nn.Module]] = {"tagger": Tagger, "mixer": Mixer}
+MODELS: dict[str, type[nn.Module]] = {"layers": Layers, "selective": Selective}
 
 
 def batch() -> dict[str, Tensor]:
@@ -80,7 +38,7 @@ def batch() -> dict[str, Tensor]:
 @cache
 def made(name: str) -> tuple[nn.Module, Program]:
     torch.manual_seed(1)
-    model = MODELS[name]()
+    model = MODELS[name](0.0)
     program = capture(model, batch(), precision="fp64")
     return model.double(), program
 
@@ -117,7 +75,7 @@ def test_random_plans_train_exactly_and_as_predicted(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_for_two_ranks_equals_eager(name: str) -> None:
     torch.manual_seed(1)
-    model = MODELS[name]()
+    model = MODELS[name](0.0)
     plan = paraplan.compile(model, "local:2", example_inputs=batch(), precision="fp64", dp=2)
     assert "largest error" in plan.check(model, [batch()])
 
@@ -125,7 +83,7 @@ def test_a_plan_for_two_ranks_equals_eager(name: str) -> None:
 def test_which_dims_of_a_loop_may_be_sharded() -> None:
     """Rows of both, channels of a scan; not the width of a recurrence, which is contracted on the way to a carry."""
     scan = {False: [BATCH, WIDTH, STATE], True: [BATCH, WIDTH]}
-    for name, wanted in {"tagger": {False: [BATCH], True: [BATCH]}, "mixer": scan}.items():
+    for name, wanted in {"layers": {False: [BATCH], True: [BATCH]}, "selective": scan}.items():
         _, program = made(name)
         for kind in program.kinds:
             for op in kind.graph.ops:

@@ -26,7 +26,7 @@ from paraplan.capture.python_state.model_writes import explicit, refuse_hidden_w
 from paraplan.capture.python_state.reading import Reading
 from paraplan.capture.recurrences.followed_loops import loops_followed
 from paraplan.capture.recurrences.layers import recurrent_layers
-from paraplan.capture.recurrences.loop_runs import LoopMode, Loops
+from paraplan.capture.recurrences.loop_runs import Loops
 from paraplan.capture.recurrences.markers import NotALoop
 from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.rewriting.strided import write_by_index
@@ -111,7 +111,7 @@ class _WithLoss(nn.Module):
         )  # in a tuple, lest a module becomes part of the model
         self._choose, self._precision, self._reading, self._followed = choose, asked.precision, reading, followed
         self._switches, self._aliases = Switches(), Aliases(model)
-        self._loops = LoopMode(loops)
+        self._loops = loops
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, the auxiliary outputs, then what forward left in attributes that it read."""
@@ -131,7 +131,7 @@ class _WithLoss(nn.Module):
     def _following(self) -> Iterator[None]:
         self._switches.begin(self.model)
         self._aliases.begin(self.model)
-        with self._followed, self._switches, self._aliases, self._loops:
+        with self._followed, self._switches, self._aliases, self._loops.mode():
             yield
         self._switches.end()
 

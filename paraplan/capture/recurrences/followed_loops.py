@@ -40,6 +40,7 @@ def loops_followed(model: nn.Module, loss_fn: object, loops: Loops) -> Iterator[
                 spaces.append(function.__globals__)
                 function.__globals__[HELPER] = loops.begin
                 function.__code__ = code
+        loops.watched = bool(changed) or any(isinstance(module, nn.RNNBase) for module in model.modules())
         yield
     finally:
         for function, code in changed:

@@ -9,6 +9,7 @@ does with its index ends the attempt, and the loop is run step by step in anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -64,11 +65,16 @@ class Loops:
         apart: places of loops that are run step by step; None: all are.
         began: how many were marked.
         active: the one whose step is being recorded.
+        watched: whether there may be one at all.
     """
 
     def __init__(self, apart: frozenset[str] | None = frozenset()) -> None:
-        self.apart, self.began = apart, 0
+        self.apart, self.began, self.watched = apart, 0, False
         self.active: Loop | None = None
+
+    def mode(self) -> AbstractContextManager[object]:
+        """What a forward is traced under."""
+        return LoopMode(self) if self.watched else nullcontext()
 
     def begin(self, where: str, indices: range) -> Loop:
         """A loop that is about to run."""
