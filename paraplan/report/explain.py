@@ -152,7 +152,11 @@ def _stage_name(plan: Plan, index: int) -> str:
 
 
 def _stage_text(plan: Plan, stage: Stage) -> str:
-    return mesh_text(stage) if len(plan.stages) == 1 else f"segments {stage.first}:{stage.stop} on {mesh_text(stage)}"
+    if len(plan.stages) == 1:
+        return mesh_text(stage)
+    kinds = dict.fromkeys(plan.cluster.group_of(device).device.kind for device in stage.mesh.devices)
+    of = f" of {' and '.join(kinds)}" if len(plan.cluster.groups) > 1 else ""
+    return f"segments {stage.first}:{stage.stop} on {mesh_text(stage)}{of}"
 
 
 def mesh_text(stage: Stage) -> str:

@@ -32,7 +32,7 @@ Search = Callable[[Job, Constraints, float, Progress, bool], BestPlan]
 Way = tuple[GroupSet, bool]
 """A set of groups, and whether it is searched for pipelines whose positions differ."""
 ALL_SHARE, MIXED_SHARE = 0.3, 0.5
-"""Of the time left, for the search on all groups alike where others follow, and for pipelines over them that differ."""
+"""Of the time left, for the search on all groups alike where pipelines follow that differ, and for such pipelines."""
 
 
 def among_groups(
@@ -67,8 +67,7 @@ def among_groups(
         if found and deadline.is_over:
             late.append((chosen, differs))
             continue
-        share = {0: ALL_SHARE, 1: MIXED_SHARE}.get(number, 1.0)
-        share_s = deadline.share_s(min(share, 1 / (len(ways) - number)) if number > 1 else share)
+        share_s = deadline.share_s(_share(ways, number))
         words = said(job.cluster, chosen)
         try:
             found[chosen, differs] = (differing if differs else alike)(
@@ -85,6 +84,17 @@ def among_groups(
     best = min(found, key=lambda way: (found[way].step_s, way[1], len(way[0])))
     plan = _told(job, best, found, faults, late)
     return BestPlan(plan, sum(each.solve_s for each in found.values()), deadline.passed_s)
+
+
+def _share(ways: Sequence[Way], number: int) -> float:
+    """Of the time left, what a search has that others follow."""
+    if number == len(ways) - 1:
+        return 1.0
+    if ways[number][1]:
+        return MIXED_SHARE
+    if number == 0:
+        return ALL_SHARE if ways[1][1] else 0.5
+    return 1 / (len(ways) - number)
 
 
 def _ways(job: Job, constraints: Constraints) -> tuple[Way, ...]:

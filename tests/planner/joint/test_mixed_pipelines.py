@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,12 +16,16 @@ from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.machine.cluster import ClusterSpec, Link, NodeGroup, check_cluster
+from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.process.memo import release_caches
 from paraplan.lowering.verification.verify_plan import verify_plan
-from paraplan.planner.assemble import Job
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint import pricing
+from paraplan.planner.joint.sharding_front import front
 from paraplan.planner.mixed.listing import divisions, group_orders
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate
 from paraplan.planner.mixed.mixed_plan import MixedCase
@@ -136,6 +141,35 @@ def test_no_order_of_groups_and_no_cut_is_faster(speeds: tuple[float, ...], betw
     plan = search_mixed(job(on, chained()), pins, Deadline(60.0), lambda _: None)
     assert step_s(plan) <= least * (1 + 1e-9)
     assert plan.certificate is not None and 0 < plan.certificate.bound_s <= least
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1)])
+def test_no_division_of_the_groups_is_faster(counts: tuple[int, int]) -> None:
+    """Each planned at the best cut that is known of it."""
+    on = cluster(*(group(speed, count) for speed, count in zip((4.0, 1.0), counts, strict=True)))
+    pins = Constraints(schedule="1f1b", microbatches=4)
+    search, estimates = searched(on, chained(), pins)
+    least = min(plan_of(search, each).simulation.step_s for each in estimates)
+    assert step_s(search_mixed(job(on, chained()), pins, Deadline(60.0), lambda _: None)) <= least * (1 + 1e-9)
+
+
+def test_equal_groups_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one search, and in another on equal devices of a cluster of another name."""
+    asked: list[tuple[int, ...]] = []
+
+    def counted(part: Job, mesh: Mesh, *more: Any) -> Iterator[Decisions]:
+        asked.append(mesh.shape)
+        yield from front(part, mesh, *more)
+
+    monkeypatch.setattr(pricing, "front", counted)
+    release_caches()
+    on, pins = cluster(group(2.0), group(2.0)), Constraints(microbatches=4)
+    searched(on, chained(), pins)
+    assert asked == [(1,)]
+    searched(msgspec.structs.replace(on, name="other"), chained(), pins)
+    assert asked == [(1,)]
+    searched(cluster(group(2.0), group(3.0)), chained(), pins)
+    assert asked == [(1,), (1,)]
 
 
 def test_the_order_of_groups_in_the_cluster_decides_nothing() -> None:
