@@ -12,11 +12,18 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BestPlan:
-    """The best plan and how long it took to find: solver seconds and all seconds."""
+    """The best plan and how long it took to find.
+
+    Attributes:
+        plan: the best.
+        solve_s, total_s: solver seconds, and all seconds.
+        others: plans that were found on the way, the fastest first.
+    """
 
     plan: Plan
     solve_s: float
     total_s: float
+    others: tuple[Plan, ...] = ()
 
     @property
     def step_s(self) -> float:

@@ -2,7 +2,8 @@
 
 What a caching allocator reserves is known once a plan is lowered (`cost_models.simulator.allocator_replay`) and is no
 sum that a solver could bound. So the search is for bytes alive, and where more would be reserved for its plan than
-there is, again for fewer: as many as would do if as large a share of what is reserved were alive, or, where that is
+there is, the fastest other plan that it made on the way and for which there is room is kept, and it searches again for
+fewer: as many as would do if as large a share of what is reserved were alive, or, where that is
 too few for any plan, halfway between. That is done on the plan's mesh, which some percent of memory seldom change, in
 its microbatches and in any, and on all meshes where nothing fits there. All of it shares one time limit, of which the
 first search has a part where later ones may follow; when it is over there are a few more tries, short ones, on the last
@@ -53,6 +54,8 @@ FIRST = 0.6
 """Of the time: for the first search, where others may follow."""
 LATE = 2
 """Searches begun after the time is over."""
+OTHERS = 4
+"""Plans made on the way that are looked at."""
 WORSE = 1.2
 """How much slower than the first a plan may be for no other to be searched."""
 EACH = 0.2
@@ -143,9 +146,9 @@ def _for_fewer(
     budget = device_budget(job.cluster, constraints)
     near = on_the_same_mesh(constraints, tries[0].plan)
     near = near if near.mesh != constraints.mesh else constraints
+    fitting = _with_room(tries[0], budget)
     rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
-    fitting: list[BestPlan] = []
-    if constraints.microbatches is None:
+    if constraints.microbatches is None and not (fitting and deadline.is_over):
         fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
     if not deadline.is_over or _is_worse(fitting, tries[0]):
         fitting += rounds.fitting(near)
@@ -157,6 +160,17 @@ def _for_fewer(
     said = partial(_no_room, budget, tries, deadline)
     why = rounds.why
     raise SolverLimitError(said(why), lambda: said(why and why.explained()))
+
+
+def _with_room(first: BestPlan, budget: int) -> list[BestPlan]:
+    """The fastest of the other plans made on the way for which allocators have room, if there is one among those that
+    come near the best's step."""
+    near = [plan for plan in first.others if _predicted(plan).step_s <= WORSE * first.step_s]
+    for plan in near[:OTHERS]:
+        found = _with_reserved(BestPlan(plan, 0.0, 0.0))
+        if needed_bytes(found.plan) <= budget:
+            return [found]
+    return []
 
 
 def _is_worse(fitting: Sequence[BestPlan], first: BestPlan) -> bool:

@@ -105,9 +105,9 @@ def find(
     job, constraints, unpriced = _checked(job, constraints)
     listed = _combinations(job, constraints) if constraints.pp is None else []
     if any(each.pp > 1 for each in listed) or constraints.pp not in (None, 1):
-        plan = _pipeline(job, constraints, listed, deadline, progress, certify)
-        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan)))
-        return BestPlan(plan, deadline.passed_s, deadline.passed_s)
+        plans = _pipelines_of(job, constraints, listed, deadline, progress, certify)
+        plan, *others = (msgspec.structs.replace(each, notes=(*each.notes, *alone_note(each))) for each in plans)
+        return BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(others))
     constraints = msgspec.structs.replace(constraints, pp=1)
     limits = SolveLimits(
         time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=certify and not job.compiled
@@ -241,15 +241,16 @@ def prepared(job: Job, constraints: Constraints) -> Job:
     return replace(job, compiled=constraints.compiled, reduce_dtype=constraints.reduce_dtype)
 
 
-def _pipeline(
+def _pipelines_of(
     job: Job,
     constraints: Constraints,
     listed: Sequence[Combination],
     deadline: Deadline,
     progress: Progress,
     certify: bool,
-) -> Plan:
-    """A plan of several stages, or, where the degree is to be chosen, the fastest of those listed."""
+) -> tuple[Plan, ...]:
+    """A plan of several stages, or, where the degree is to be chosen, the fastest of those listed and what else was
+    planned."""
 
     def one_stage(pinned: Constraints, proved: bool) -> Plan:
         alone = msgspec.structs.replace(pinned, pp=1)
@@ -262,7 +263,7 @@ def _pipeline(
     if constraints.pp is None:
         return search_joint(job, constraints, listed, shardings, one_stage, progress, deadline, certify)
     try:
-        return piped(constraints)
+        return (piped(constraints),)
     except NoPlanError as fault:
         counts = () if constraints.microbatches is not None else pipeline_counts(job.program, constraints)
         tried: list[int] = []
@@ -272,7 +273,9 @@ def _pipeline(
             late = "; then time ran out" if len(tried) < len(counts) else ""
             refused, more = fault, f"{also}{late}"
             raise SolverLimitError(f"{refused}{more}", lambda: f"{refused.explained()}{more}") from None
-        return min(found, key=lambda plan: plan.prediction.step_s if plan.prediction is not None else math.inf)
+        return tuple(
+            sorted(found, key=lambda plan: plan.prediction.step_s if plan.prediction is not None else math.inf)
+        )
 
 
 def _pipelines(

@@ -152,6 +152,35 @@ def test_the_first_plan_s_microbatches_are_tried_again(monkeypatch: pytest.Monke
     assert found.num_microbatches == 1 and needed_bytes(found) <= roomy_peak()
 
 
+def test_another_plan_of_the_search_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of those made on the way that allocators have room for is no worse for there being no time."""
+    first, *others = (
+        search_room(job(2 * roomy_peak()), Constraints(dp=2, recompute="none", microbatches=count)).plan
+        for count in (1, 4, 2)
+    )
+    two, memory = others[1], needed_bytes(others[1])
+    assert needed_bytes(others[0]) < memory < needed_bytes(first) and _step_s(first) < _step_s(two) < _step_s(others[0])
+
+    def searched(job: Job, constraints: Constraints, *_: object, **__: object) -> BestPlan:
+        if constraints.memory_bytes is None:
+            return BestPlan(first, 0.0, 0.0, (first, *sorted(others, key=_step_s)))
+        raise SolverLimitError("nothing fits")
+
+    monkeypatch.setattr(room_module, "find", searched)
+    monkeypatch.setattr(room_module, "WORSE", 2.0)
+    found = search_room(job(memory), Constraints(dp=2, recompute="none")).plan
+    assert found.num_microbatches == 2 and needed_bytes(found) <= memory
+    assert any("would be reserved, of this one" in note for note in found.notes)
+    monkeypatch.setattr(room_module, "OTHERS", 1)  # the first, which does not fit either
+    with pytest.raises(SolverLimitError, match="plans fit by the bytes alive"):
+        search_room(job(memory), Constraints(dp=2, recompute="none"))
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
 def test_no_plan_has_room_as_reserved() -> None:
     with pytest.raises(
         SolverLimitError, match=r"plans fit by the bytes alive, but .*reserve=0.*For less memory: no plan"

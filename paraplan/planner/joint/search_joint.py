@@ -111,8 +111,8 @@ class JointSearch:
         """The shortest step of a plan so far."""
         return min(map(_step_s, self.plans), default=math.inf)
 
-    def found(self, listed: Sequence[Combination], one_stage: OneStage, certify: bool = True) -> Plan:
-        """The fastest plan of one stage or of some combinations.
+    def found(self, listed: Sequence[Combination], one_stage: OneStage, certify: bool = True) -> tuple[Plan, ...]:
+        """The fastest plan of one stage or of some combinations, and the others that were made, the faster first.
 
         Raises:
             SolverLimitError: nothing was found; says what was tried, and what the search of one stage said.
@@ -133,9 +133,12 @@ class JointSearch:
             f"{len(estimates)} pipelines were estimated ({len(self.pricing.prices)} kinds of stages priced), of which "
             f"the fastest were planned: {'; '.join(self.words)}"
         )
-        best = min(self.plans, key=_step_s)
-        best = msgspec.structs.replace(best, notes=(*best.notes, note), tried=kept(self.tried))
-        return self._certified(best, listed) if certify else best
+        tried = kept(self.tried)
+        best, *others = (
+            msgspec.structs.replace(plan, notes=(*plan.notes, note), tried=tried)
+            for plan in sorted(self.plans, key=_step_s)
+        )
+        return (self._certified(best, listed) if certify else best), *others
 
     def _certified(self, best: Plan, listed: Sequence[Combination]) -> Plan:
         """The plan with what is proved of every combination.
@@ -363,8 +366,8 @@ def search_joint(
     progress: Callable[[str], None],
     deadline: Deadline,
     certify: bool,
-) -> Plan:
-    """The fastest plan found.
+) -> tuple[Plan, ...]:
+    """The fastest plan found, and the others that were made, the faster first.
 
     Args:
         job: what is planned.
