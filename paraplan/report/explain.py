@@ -20,6 +20,8 @@ from paraplan.report.memory_report import MemoryTold, class_told
 from paraplan.report.units import show_bytes, show_count, show_seconds, show_share
 
 Fact = tuple[str, str]
+Card = tuple[str, str, str]
+"""A label, its value, and what is said beside it."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Explanation:
         title: model and cluster in one line.
         facts: labelled lines: what is planned, for what.
         verdict: labelled lines: time, memory, certificate.
+        cards: of these, what a page shows largest.
         kinds: per stage, its kinds.
         batch: labelled lines: how each batch input lies.
         times, collectives: of the busiest rank.
@@ -42,6 +45,7 @@ class Explanation:
     title: str
     facts: tuple[Fact, ...]
     verdict: tuple[Fact, ...]
+    cards: tuple[Card, ...]
     kinds: tuple[tuple[KindRow, ...], ...]
     batch: tuple[Fact, ...]
     times: tuple[TimeRow, ...]
@@ -68,6 +72,7 @@ def explain(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation)
         title=f"{plan.model.display} on {plan.cluster.name}",
         facts=facts(plan),
         verdict=verdict(plan, simulation),
+        cards=_cards(plan, simulation),
         kinds=tuple(kind_rows(plan.program, each) for each in plan.stages),
         batch=tuple((name, layout_words(parse_layout(text), stage.mesh)) for name, text in stage.batch.items()),
         times=times,
@@ -224,6 +229,20 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
         found.append(
             ("bound", f"{show_seconds(c.bound_s)}, gap {100 * c.gap:.1f} %, {c.status} (fixed: {c.bound_scope})")
         )
+    return tuple(found)
+
+
+def _cards(plan: Plan, simulation: Simulation) -> tuple[Card, ...]:
+    """Of the verdict, what a page shows largest."""
+    peak, memory = max(simulation.peak_bytes), device_memory(plan)
+    found = [
+        ("step", show_seconds(simulation.step_s), ""),
+        ("peak memory", show_bytes(peak), f"of {show_bytes(memory)} ({show_share(peak, memory)})"),
+    ]
+    if (told := plan.prediction) is not None:
+        found.append(("throughput", f"{show_count(told.tokens_per_s)} tokens/s", f"mfu {100 * told.mfu:.1f} %"))
+    if (proved := plan.certificate) is not None:
+        found.append(("to the bound", f"gap {100 * proved.gap:.1f} %", show_seconds(proved.bound_s)))
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from paraplan.report.explain import Explanation, Fact
+from paraplan.report.explain import Card, Explanation, Fact
 from paraplan.report.layouts import KindRow
 from paraplan.report.svg import memory_svg, timeline_svg
 from paraplan.report.units import show_bytes, show_seconds, show_share
@@ -42,11 +42,12 @@ def html_fragment(told: Explanation) -> str:
     """The plan for a notebook cell or the body of a page."""
     kinds = "".join(_stage(index, rows, len(told.kinds)) for index, rows in enumerate(told.kinds))
     notes = "".join(f"<li>{escape(note)}</li>" for note in told.notes)
+    rest = [fact for fact in told.verdict if fact[0] not in {label for label, *_ in told.cards}]
     return "".join(
         (
             f'<div class="pp"><style>{STYLE}</style><h3>{escape(told.title)}</h3>',
-            _cards(told.verdict),
-            _facts((*told.facts, *((f"batch {name}", words) for name, words in told.batch), *_rest(told.verdict))),
+            _cards(told.cards),
+            _facts((*told.facts, *((f"batch {name}", words) for name, words in told.batch), *rest)),
             f"<h4>Timeline of the busiest rank</h4>{timeline_svg(told.trace)}{_KEY}",
             f"<h4>Memory over the step</h4>{memory_svg(told.trace, told.memory_bytes)}",
             f'<div class="two"><div><h4>Where compute time goes</h4>{_times(told)}</div>',
@@ -74,26 +75,14 @@ _KEY = (
     '<i style="background:var(--pp-upd)"></i>reduction and update'
     '<i style="background:var(--pp-comm)"></i>communication</div>'
 )
-_CARDS = ("step", "peak memory", "throughput")
 
 
-def _cards(verdict: Sequence[Fact]) -> str:
-    found = []
-    for label, value in verdict:
-        if label in _CARDS:
-            head, _, rest = value.partition(" per device" if label == "peak memory" else ", ")
-            found.append(
-                f'<div class="card"><span>{label}</span><b>{escape(head)}</b><span>{escape(rest.strip())}</span></div>'
-            )
-        elif label == "bound":
-            bound = escape(value.split(",")[0])
-            gap = next(part for part in value.split(", ") if part.startswith("gap"))
-            found.append(f'<div class="card"><span>to the bound</span><b>{escape(gap)}</b><span>{bound}</span></div>')
-    return f'<div class="cards">{"".join(found)}</div>'
-
-
-def _rest(verdict: Sequence[Fact]) -> Iterable[Fact]:
-    return (fact for fact in verdict if fact[0] not in _CARDS)
+def _cards(cards: Iterable[Card]) -> str:
+    shown = (
+        f'<div class="card"><span>{label}</span><b>{escape(value)}</b><span>{escape(beside)}</span></div>'
+        for label, value, beside in cards
+    )
+    return f'<div class="cards">{"".join(shown)}</div>'
 
 
 def _facts(facts: Iterable[Fact]) -> str:
