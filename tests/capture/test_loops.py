@@ -13,6 +13,7 @@ from paraplan.capture.reference import run_program
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.scan import SCAN, scan_of
 
+transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
 STEPS = 10
 
@@ -89,3 +90,16 @@ def test_the_weight_of_a_recurrence_has_its_gradient_made_over_all_steps_at_once
     backward = [scan_of(op.args) for kind in program.kinds for op in kind.graph.ops if op.target == SCAN][1]
     assert not any("grad_weight" in op.target for op in backward.body.ops)
     assert targets(program)["paraplan.linear_grad_weight"] == 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_mamba_of_transformers_is_as_large_for_any_length(precision: str) -> None:
+    config = transformers.MambaConfig(
+        vocab_size=32, hidden_size=8, state_size=4, num_hidden_layers=1, time_step_rank=2, use_cache=False
+    )
+    counts = []
+    for steps in (16, 64):
+        tokens = torch.zeros(2, steps, dtype=torch.long)
+        model = transformers.MambaForCausalLM(config).train()
+        counts.append(targets(capture(model, {"input_ids": tokens, "labels": tokens}, precision=precision)))
+    assert counts[0] == counts[1] and counts[0][SCAN] == 2

@@ -55,7 +55,7 @@ def _code(function: types.FunctionType) -> types.CodeType | None:
 
 
 def _functions(model: nn.Module, loss_fn: object) -> Iterator[types.FunctionType]:
-    """Functions with a loop over a range that are reached from the forwards by the names their code mentions."""
+    """Functions with a loop over numbers or parts, reached from the forwards by the names their code mentions."""
     classes = dict.fromkeys(type(module) for module in model.modules())
     own = [kind for each in classes for kind in each.__mro__ if not _is_foreign(kind.__module__)]
     kept = [each for module in model.modules() for each in vars(module).values()]
@@ -71,7 +71,7 @@ def _functions(model: nn.Module, loss_fn: object) -> Iterator[types.FunctionType
             continue
         seen.add(id(found))
         names = _names(found.__code__)
-        if "range" in names:
+        if not names.isdisjoint(("range", "unbind")):
             yield found
         queue += [found.__globals__[name] for name in names if callable(found.__globals__.get(name))]
         queue += [vars(kind)[name] for name in names - mentioned for kind in methods if name in vars(kind)]

@@ -9,8 +9,9 @@
                                          h, = loop.ends()
                                          out = loop.collected(out)
 
-A loop is left alone that may end early, writes attributes, calls for effects other than `append`, or never uses its
-index in square brackets. Lines stay where they were.
+A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts. A loop is left alone that may end
+early, writes attributes, calls for effects other than `append`, or never uses its index in square brackets. Lines stay
+where they were.
 """
 
 from __future__ import annotations
@@ -67,8 +68,10 @@ class _Rewriter:
 
     def statement(self, node: ast.stmt, within: bool = False) -> list[ast.stmt]:
         """What stands for a statement; `within`: it is run again and again."""
-        if isinstance(node, ast.For) and _may_be_rolled(node):
-            return self._loop(node, within)
+        if isinstance(node, ast.For):
+            before, looped = self._over_range(node)
+            if _may_be_rolled(looped):
+                return [*before, *self._loop(looped, within)]
         repeats = within or isinstance(node, (ast.For, ast.While))
         for field in ("body", "orelse", "finalbody"):
             inner = getattr(node, field, None)
@@ -76,6 +79,24 @@ class _Rewriter:
                 made = [each for statement in inner for each in self.statement(statement, repeats)]
                 setattr(node, field, made)
         return [node]
+
+    def _over_range(self, node: ast.For) -> tuple[list[ast.stmt], ast.For]:
+        """A loop over the parts of `x.unbind(dim)` as one over their numbers, and what stands before it."""
+        counted = _is_call(node.iter, "enumerate") and isinstance(node.target, ast.Tuple) and len(node.target.elts) == 2
+        source = node.iter.args[0] if counted and isinstance(node.iter, ast.Call) and node.iter.args else node.iter
+        parts, index = _unbound(source), f"__paraplan_step_{self.count}__"
+        if parts is None:
+            return [], node
+        of = f"__paraplan_parts_{self.count}__"
+        before = _parsed([f"{of} = {parts[0]}"], node)
+        index = ast.unparse(node.target.elts[0]) if counted else index  # type: ignore[attr-defined]
+        target = ast.unparse(node.target.elts[1]) if counted else ast.unparse(node.target)  # type: ignore[attr-defined]
+        part = _parsed([f"{target} = {of}[(slice(None),) * {parts[1]} + ({index},)]"], node)
+        bounds = f"range({of}.shape[{parts[1]}])"
+        loop = _parsed([f"for {index} in {bounds}:\n    pass"], node)[0]
+        assert isinstance(loop, ast.For)
+        loop.body, loop.orelse, loop.end_lineno = [*part, *node.body], node.orelse, node.end_lineno
+        return before, loop
 
     def _loop(self, node: ast.For, within: bool) -> list[ast.stmt]:
         name = f"__paraplan_loop_{self.count}__"
@@ -139,6 +160,28 @@ def _tuple(names: Sequence[str]) -> str:
 
 def _targets(names: Sequence[str]) -> str:
     return f"{_tuple(names)} = " if names else ""
+
+
+def _is_call(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == name
+
+
+def _unbound(node: ast.expr) -> tuple[str, int] | None:
+    """What is unbound along which dim, counted from the front, where that is written out."""
+    if not isinstance(node, ast.Call) or node.keywords or not all(map(_is_plain, node.args[-1:])):
+        return None
+    given = list(node.args)
+    if ast.unparse(node.func) != "torch.unbind":
+        if not isinstance(node.func, ast.Attribute) or node.func.attr != "unbind":
+            return None
+        given.insert(0, node.func.value)
+    dim = given[1] if len(given) > 1 else ast.Constant(0)
+    known = len(given) in (1, 2) and isinstance(dim, ast.Constant) and isinstance(dim.value, int)
+    return (ast.unparse(given[0]), dim.value) if known else None  # type: ignore[attr-defined,return-value]
+
+
+def _is_plain(node: ast.expr) -> bool:
+    return not isinstance(node, ast.Starred)
 
 
 def _may_be_rolled(node: ast.For) -> bool:
