@@ -297,3 +297,13 @@ def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
         SolverLimitError, match=r"for speed alone, rank class \d peaks at .* at best, of \d+ plans, rank"
     ):
         search(job_of(program(), 2), Constraints(pp=2, microbatches=2, memory_bytes=1000))
+
+
+def test_schedules_of_both_directions_are_planned_with_many_microbatches() -> None:
+    """More than fill the pipeline, which other schedules are compared by."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    found = capture(model, {"input": torch.randn(16, 8)}, loss_fn=lambda x, _: x.square().mean())
+    for name in ("gems", "chimera"):
+        plan = search(job_of(found, 2), Constraints(pp=2, schedule=name, microbatches=8), certify=False).plan
+        assert plan.num_microbatches == 8 and plan.schedule.num_replicas == 2
+        verify_plan(plan)
