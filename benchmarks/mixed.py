@@ -64,9 +64,11 @@ def small_groups(speeds: tuple[float, ...], link: float = 1e8) -> ClusterSpec:
 
     def group(speed: float) -> NodeGroup:
         device = msgspec.structs.replace(
-            local.device, kind=f"cpu x{speed:g}", memory_bytes_per_s=local.device.memory_bytes_per_s * speed,
+            local.device,
+            kind=f"cpu x{speed:g}",
+            memory_bytes_per_s=local.device.memory_bytes_per_s * speed,
             flops_per_s={dtype: rate * speed for dtype, rate in local.device.flops_per_s.items()},
-        )  # fmt: skip
+        )
         return msgspec.structs.replace(local, device=device)
 
     between = Link(bytes_per_s=link, latency_s=1e-4, source="between groups: assumed")
@@ -136,11 +138,16 @@ def compared(sizes: Sizes, cluster: ClusterSpec) -> Row:
     others = [each for each in (*alone, one_mesh) if each is not None]
     free_s = _step_s(plan)
     return {
-        "free_s": free_s, "alone_s": alone, "one_mesh_s": one_mesh, "worst": free_s / min(others) if others else 0.0,
-        "bound_s": work_bound_s(job.program, cluster), "positions": positions_of(plan),
-        "microbatches": plan.num_microbatches, "schedule": plan.schedule.name,
+        "free_s": free_s,
+        "alone_s": alone,
+        "one_mesh_s": one_mesh,
+        "worst": free_s / min(others) if others else 0.0,
+        "bound_s": work_bound_s(job.program, cluster),
+        "positions": positions_of(plan),
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule.name,
         "cpu_s": time.process_time() - started,
-    }  # fmt: skip
+    }
 
 
 def _on(job: Job, groups: tuple[int, ...]) -> Job:

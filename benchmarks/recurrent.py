@@ -68,10 +68,15 @@ def planned(make: Callable[[], nn.Module], tokens: int) -> dict[str, object]:
     targets = [op.target for segment in program.segments for op in program.kinds[segment.kind].graph.ops]
     assert plan.prediction is not None
     return {
-        "kinds": len(program.kinds), "ops": len(targets), "loops": targets.count(SCAN),
-        "capture_s": captured - started, "plan_s": ended - captured, "step_ms": plan.prediction.step_s * 1e3,
-        "peak_gib": max(plan.prediction.peak_bytes) / 2**30, "chosen": "x".join(map(str, plan.stages[0].mesh.shape)),
-    }  # fmt: skip
+        "kinds": len(program.kinds),
+        "ops": len(targets),
+        "loops": targets.count(SCAN),
+        "capture_s": captured - started,
+        "plan_s": ended - captured,
+        "step_ms": plan.prediction.step_s * 1e3,
+        "peak_gib": max(plan.prediction.peak_bytes) / 2**30,
+        "chosen": "x".join(map(str, plan.stages[0].mesh.shape)),
+    }
 
 
 def unrolled(make: Callable[[], nn.Module], tokens: int) -> dict[str, object]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -289,9 +290,7 @@ class JointSearch:
 
         def make() -> Plan | Slower:
             check_constraints(pinned, self.job.cluster.num_devices)
-            within_s = (
-                self.best_s if estimate.combination.pp > 1 else math.inf
-            )  # what is planned in a second is planned
+            within_s = self.best_s if estimate.combination.pp > 1 else math.inf  # one stage takes a second
             start = Start(self._sharding(estimate), estimate.taken, within_s, is_only=step_s is not None)
             return search_from(self.job, pinned, self.shardings, start)
 
@@ -383,13 +382,11 @@ def search_joint(
         SolverLimitError: nothing that fits was found.
     """
     beside = min(num_cores(), MOST_WORKERS) - 1 if len(listed) > LISTED else 0
+    found = JointSearch(job, constraints, shardings, progress, deadline)
     if not beside:
-        return JointSearch(job, constraints, shardings, progress, deadline).found(listed, one_stage, certify)
-    workers = Workers(beside, pricing_beside, job, constraints, device_budget(job.cluster, constraints), deadline)
-    try:
-        return JointSearch(job, constraints, shardings, progress, deadline, workers).found(listed, one_stage, certify)
-    finally:
-        workers.close()
+        return found.found(listed, one_stage, certify)
+    with closing(Workers(beside, pricing_beside, job, constraints, found.budget, deadline)) as found.workers:
+        return found.found(listed, one_stage, certify)
 
 
 def _expected_s(estimate: Estimate, longest: tuple[float, int]) -> float:

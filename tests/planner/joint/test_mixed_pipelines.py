@@ -69,10 +69,14 @@ def chained() -> Program:
 def group(speed: float, devices: int = 1, memory_bytes: int = 4 << 30, link: float = 1.0) -> NodeGroup:
     """A node of CPU processes so many times as fast as `ClusterSpec.local`'s, their link likewise."""
     device = msgspec.structs.replace(
-        LOCAL.device, kind=f"cpu x{speed:g}", memory_bytes=memory_bytes, reserves=(), launch_s=1e-7,
+        LOCAL.device,
+        kind=f"cpu x{speed:g}",
+        memory_bytes=memory_bytes,
+        reserves=(),
+        launch_s=1e-7,
         flops_per_s={dtype: rate * speed / 25 for dtype, rate in LOCAL.device.flops_per_s.items()},
         memory_bytes_per_s=LOCAL.device.memory_bytes_per_s * speed,
-    )  # fmt: skip
+    )
     in_node = Link(bytes_per_s=LOCAL.in_node.bytes_per_s * link, latency_s=1e-6)
     return msgspec.structs.replace(LOCAL, device=device, devices_per_node=devices, in_node=in_node)
 
@@ -175,8 +179,10 @@ def test_equal_groups_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_order_of_groups_in_the_cluster_decides_nothing() -> None:
     fast, slow = group(4.0), group(1.0)
     pins = msgspec.structs.replace(PINS, pp=2)
-    one, other = (search_mixed(job(cluster(*each), chained()), pins, Deadline(60.0), lambda _: None)
-                  for each in ((fast, slow), (slow, fast)))  # fmt: skip
+    one, other = (
+        search_mixed(job(cluster(*each), chained()), pins, Deadline(60.0), lambda _: None)
+        for each in ((fast, slow), (slow, fast))
+    )
     assert step_s(one) == step_s(other)
     assert [(each.first, each.stop) for each in one.stages] == [(each.first, each.stop) for each in other.stages]
 
@@ -203,9 +209,11 @@ def test_a_faster_device_has_more_to_do() -> None:
 def test_every_device_keeps_within_its_own_budget() -> None:
     """Of a small fast device and a large slow one."""
     free = search_mixed(
-        job(cluster(group(4.0), group(1.0)), chained()), msgspec.structs.replace(PINS, pp=2), Deadline(60.0),
+        job(cluster(group(4.0), group(1.0)), chained()),
+        msgspec.structs.replace(PINS, pp=2),
+        Deadline(60.0),
         lambda _: None,
-    )  # fmt: skip
+    )
     assert free.prediction is not None
     small = free.prediction.peak_bytes[free.schedule.rank_class[0]] * 7 // 10
     on = cluster(group(4.0, memory_bytes=small), group(1.0))
@@ -215,8 +223,9 @@ def test_every_device_keeps_within_its_own_budget() -> None:
     assert plan.prediction is not None
     held = [plan.prediction.peak_bytes[of] for of in plan.schedule.rank_class]
     assert held[0] <= small
-    fitting = [made.simulation.step_s for case, made in every_plan(search, estimates)
-               if made.left_bytes(case.budgets) >= 0]  # fmt: skip
+    fitting = [
+        made.simulation.step_s for case, made in every_plan(search, estimates) if made.left_bytes(case.budgets) >= 0
+    ]
     assert min(fitting) * (1 - 1e-9) <= step_s(plan) <= 1.02 * min(fitting)
 
 
@@ -229,7 +238,7 @@ def test_every_device_keeps_within_its_own_budget() -> None:
         cluster(group(4.0, 2), group(1.0), group(2.0)),
     ],
     ids=["2 ranks", "4 ranks", "links differ", "three groups"],
-)  # fmt: skip
+)
 def test_every_division_runs_as_simulated_and_equals_one_device(on: ClusterSpec) -> None:
     """Tied weights, skips and buffers over positions of differing sizes, meshes and shardings, in any order."""
     search, estimates = searched(on, program(), Constraints())
