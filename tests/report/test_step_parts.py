@@ -59,7 +59,10 @@ def broken_down(made: Realised) -> tuple[Breakdown, ...]:
     return breakdowns(made.plan, made.programs, made.simulation, keeping_compute_s(priced_without(made.plan)))
 
 
-@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in ("gpt2", "bert", "llama") for seed in range(6)])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [*(("gpt2", seed) for seed in (0, 2, 4)), *((n, seed) for n in ("bert", "llama") for seed in (1, 3, 5))],
+)
 def test_parts_of_every_position_add_up_to_the_step(name: str, seed: int) -> None:
     program = program_of(name, 0.1 if seed % 2 else 0.0)
     job = Job(program, ClusterSpec.local(2 if seed % 3 else 4), OPTIMIZERS["adamw"], ModelRef(display=name), {})
