@@ -106,10 +106,12 @@ class MixedSearch:
         """The shortest step of a plan so far."""
         return math.inf if self.best is None else self.best.whole.simulation.step_s
 
-    def lessen(self, over_bytes: dict[int, int]) -> None:
-        """Begin anew with budgets of groups less by what their devices were over."""
-        for group, nbytes in over_bytes.items():
-            self.less[group] = self.less.get(group, 0) + max(nbytes, 0)
+    def lessen(self, over_bytes: Sequence[tuple[int, int]]) -> None:
+        """Begin anew with budgets less by what the fullest position of each group was over; (group, bytes) of each."""
+        most: dict[int, int] = {}
+        for group, nbytes in over_bytes:
+            most[group] = max(most.get(group, 0), nbytes)
+        self.less = {group: self.less.get(group, 0) + nbytes for group, nbytes in most.items()}
         self.best = None
 
     def found(self) -> tuple[Realised, MixedCase]:
@@ -305,7 +307,7 @@ def search_mixed(
         over = over_budget_bytes(plan, plan.prediction.reserved_bytes or made.simulation.peak_bytes, whole)
         if max(over) <= 0:
             break
-        search.lessen({at.group: over[plan.schedule.rank_class[at.mesh.devices[0]]] for at in case.positions})
+        search.lessen([(at.group, over[plan.schedule.rank_class[at.mesh.devices[0]]]) for at in case.positions])
     else:
         raise SolverLimitError(f"of pipelines over {job.cluster.name} more would be reserved than devices have")
     if plan.profile is not None:
