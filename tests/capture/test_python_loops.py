@@ -106,7 +106,40 @@ def enumerated(net: Net, x: Tensor) -> Tensor:
     return h
 
 
-LOOPS = [unbound, enumerated, listed, joined, written, backward_in_time, neighbours, begun_with_none, two_states]
+def nested(net: Net, x: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        for k in range(2):
+            h = (net.inner(h) * net.rates[k]).tanh() + sum(x[:, t] * n for n in range(2))
+    return h
+
+
+def masked(net: Net, x: Tensor) -> Tensor:
+    h, there = torch.zeros_like(x[:, 0]), x[..., 0] > 0
+    for t in range(x.shape[1]):
+        with torch.no_grad():
+            gate = x[:, t].sigmoid()
+        h = torch.where(there[:, t, None], h * gate + x[:, t], h)
+    return h
+
+
+def twice(net: Net, x: Tensor) -> Tensor:
+    return listed(net, listed(net, x))
+
+
+LOOPS = [
+    nested,
+    masked,
+    unbound,
+    enumerated,
+    listed,
+    joined,
+    written,
+    backward_in_time,
+    neighbours,
+    begun_with_none,
+    two_states,
+]
 
 
 def ends_early(net: Net, x: Tensor) -> Tensor:
@@ -218,6 +251,22 @@ def test_a_loop_whose_steps_are_alike_is_one_op(body: Callable[[Net, Tensor], Te
 def test_other_loops_are_run_step_by_step(body: Callable[[Net, Tensor], Tensor]) -> None:
     program = held_against_eager(Net(body).double(), {"x": torch.randn(3, STEPS, WIDTH, dtype=torch.float64)})
     assert num_loops(program) == 0
+
+
+def test_a_loop_in_a_function_called_twice_is_two() -> None:
+    program = held_against_eager(Net(twice).double(), {"x": torch.randn(3, STEPS, WIDTH, dtype=torch.float64)})
+    assert num_loops(program) == 4
+
+
+def test_a_loop_without_steps_leaves_names_alone() -> None:
+    def empty(net: Net, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        for t in range(x.shape[1], x.shape[1]):
+            other = x[:, t] + h
+            h = other
+        return h
+
+    assert num_loops(held_against_eager(Net(empty).double(), {"x": torch.randn(3, 2, WIDTH).double()})) == 0
 
 
 def test_a_step_that_draws_is_not_repeated() -> None:

@@ -5,8 +5,8 @@
         out.append(h)          ->            h, = loop.enter(locals(), ("h",))
                                              h = f(x[:, t], h)
                                              loop.append(out, h)
-                                             loop.leave((h,), ())
-                                         h, = loop.ends()
+                                             loop.leave(locals(), ("h",), ())
+                                         h, = loop.ends(locals(), ("h",))
                                          out = loop.collected(out)
 
 A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts. A loop is left alone that may end
@@ -108,8 +108,8 @@ class _Rewriter:
             indices = f"{ast.unparse(node.iter.args[0])}[::-1]"
         begin = f"{name} = {HELPER}({f'{self.path}:{node.lineno}'!r}, {indices})"
         enter = f"{_targets(carried)}{name}.enter(locals(), {tuple(carried)!r})"
-        leave = f"{name}.leave({_tuple(carried)}, {_tuple(after)})"
-        ends = f"{_targets([*carried, *after])}{name}.ends({_tuple([*carried, *after])})"
+        leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r})"
+        ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
         collected = [f"{each} = {name}.collected({each})" for each in lists]
         body = [_Appends(name).visit(statement) for statement in node.body]
         node.iter = ast.Name(name, ast.Load())
@@ -223,14 +223,31 @@ def _names(node: ast.AST) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
+_OWN_SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """Names that a comprehension or a lambda binds for itself."""
+    inside = ast.walk(node)
+    return {
+        each.arg if isinstance(each, ast.arg) else str(getattr(each, "id", ""))
+        for each in inside
+        if isinstance(each, ast.arg) or (isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+    }
+
+
+def _used(node: ast.AST, store: bool) -> list[str]:
+    """Names of the function's own that something assigns, or reads, in order."""
+    if isinstance(node, ast.Name):
+        return [node.id] if isinstance(node.ctx, ast.Store) == store else []
+    found = [name for child in ast.iter_child_nodes(node) for name in _used(child, store)]
+    own = _bound(node) if isinstance(node, _OWN_SCOPES) else set()
+    return [name for name in found if name not in own]
+
+
 def _stored(node: ast.For) -> list[str]:
     """Names that a loop's body assigns, in order."""
-    found: dict[str, None] = {}
-    for statement in node.body:
-        for each in ast.walk(statement):
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                found[each.id] = None
-    return [*found]
+    return [*dict.fromkeys(name for statement in node.body for name in _used(statement, True))]
 
 
 def _appended(node: ast.For) -> list[str]:
@@ -241,22 +258,24 @@ def _appended(node: ast.For) -> list[str]:
 
 def _carried(node: ast.For) -> list[str]:
     """Names that a step reads before it assigns them: what it is given by the step before."""
-    stored, known, found = set(_stored(node)), set[str](), dict[str, None]()
-    for statement in node.body:
-        for name in _read(statement):
-            if name in stored and name not in known:
-                found[name] = None
+    stored = set(_stored(node))
+    return [*dict.fromkeys(name for name in _read_first(node.body, set()) if name in stored)]
+
+
+def _read_first(body: Sequence[ast.stmt], known: set[str]) -> Iterator[str]:
+    """Names that statements may read before they have assigned them; `known` are assigned."""
+    known = set(known)
+    for statement in body:
+        heads = [each for each in ast.iter_child_nodes(statement) if not isinstance(each, ast.stmt)]
+        if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+            yield from {statement.target.id} - known
+        yield from (name for head in heads for name in _used(head, False) if name not in known)
+        inside = known | {name for head in heads for name in _used(head, True)}
+        for field in ("body", "orelse"):
+            inner = getattr(statement, field, None)
+            if isinstance(inner, list):
+                yield from _read_first(inner, inside)
         known |= _surely_stored(statement)
-    return [*found]
-
-
-def _read(statement: ast.stmt) -> Iterator[str]:
-    """Names a statement may read before it assigns them itself, in what it runs first; of a block, all it reads."""
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        yield statement.target.id
-    for each in ast.walk(statement):
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
-            yield each.id
 
 
 def _surely_stored(statement: ast.stmt) -> set[str]:

@@ -134,7 +134,7 @@ class Loop:
     def enter(self, names: Mapping[str, object], carried: Sequence[str]) -> tuple[object, ...]:
         """The carried values that a step is given."""
         if not self.rolled:
-            return tuple(names[name] for name in carried)
+            return tuple(names.get(name) for name in carried)
         if any(name not in names for name in carried):
             raise NotALoop(self.where, "a step reads what only the step before has made")
         if self.run <= 1 and self.marked:
@@ -145,10 +145,13 @@ class Loop:
         marks = iter(BEGIN(tensors, self.number, self.run) if tensors else ())
         return tuple(next(marks) if isinstance(value, Tensor) else value for value in self.values)
 
-    def leave(self, carried: tuple[object, ...], lasts: tuple[object, ...]) -> None:
-        """The values after a step."""
+    def leave(self, names: Mapping[str, object], carries: Sequence[str], after: Sequence[str]) -> None:
+        """The values after a step: of what is carried, and of what else is read after the loop."""
         if not self.rolled:
             return
+        if any(name not in names for name in (*carries, *after)):
+            raise NotALoop(self.where, "a step does not always assign what it carries")
+        carried, lasts = tuple(names[name] for name in carries), tuple(names[name] for name in after)
         if not self.marked:
             self.values = carried
             return
@@ -162,10 +165,10 @@ class Loop:
         nexts = [value for value in carried if isinstance(value, Tensor)]
         self.outs.append([*nexts, *self.kept, *lasts])  # type: ignore[list-item]
 
-    def ends(self, now: tuple[object, ...]) -> tuple[object, ...]:
+    def ends(self, names: Mapping[str, object], read: Sequence[str]) -> tuple[object, ...]:
         """The values after the last step: of what is carried, then of what else is read after the loop."""
         if not self.rolled:
-            return now
+            return tuple(names.get(name) for name in read)
         outs, again = self.outs
         count = sum(isinstance(value, Tensor) for value in self.values)
         reverse, steps = self.indices.step < 0, len(self.indices) - self.first
