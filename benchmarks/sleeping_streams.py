@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paraplan.cost_models.communication.move_costs import copy_stream
+from paraplan.ir.execution.streams import copy_stream
 from paraplan.ir.machine.rank_groups import holding_of, holdings
 from paraplan.ir.plan import Plan
 from paraplan.runtime.transport.tier_copies import Copier, TierTensor

@@ -9,9 +9,11 @@
                                          h, = loop.ends(locals(), ("h",))
                                          out = loop.collected(out)
 
-A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts. A loop is left alone that may end
-early, writes attributes, calls for effects other than `append`, or never uses its index in square brackets. Lines stay
-where they were.
+A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts. Two recorded steps say nothing of
+what a body hides from them: a tensor changed in place that has other names, a history read at some distance, a state that a
+cell, a closure or an object keeps. So a body may do no more than give names to expressions of torch's functions and
+methods that change nothing (`_is_pure`) and append to lists it does not read (`_body_is_pure`); all other loops are run
+step by step. Lines stay where they were.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import inspect
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
+
+from torch import Tensor
 
 HELPER = "__paraplan_loop__"
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
@@ -70,7 +74,7 @@ class _Rewriter:
         """What stands for a statement; `within`: it is run again and again."""
         if isinstance(node, ast.For):
             before, looped = self._over_range(node)
-            if _may_be_rolled(looped):
+            if not within and _may_be_rolled(looped):
                 return [*before, *self._loop(looped, within)]
         repeats = within or isinstance(node, (ast.For, ast.While))
         for field in ("body", "orelse", "finalbody"):
@@ -201,9 +205,69 @@ def _may_be_rolled(node: ast.For) -> bool:
     if any(isinstance(each, ast.Expr) and _append_of(each) is None and not _is_text(each) for each in inside):
         return False
     index = node.target.id
+    if not _body_is_pure(node, index):
+        return False
     if any(isinstance(each, ast.Name) and each.id == index and isinstance(each.ctx, ast.Store) for each in inside):
         return False
     return any(isinstance(each, ast.Subscript) and index in _names(each.slice) for each in inside)
+
+
+_PURE = (
+    *(ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.Attribute, ast.Subscript, ast.Call, ast.keyword),
+    *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
+)
+"""What expressions of a body may consist of."""
+_MODULES = frozenset({"torch", "torch.special", "torch.linalg", "torch.nn.functional", "nn.functional", "F"})
+
+
+def _body_is_pure(node: ast.For, index: str) -> bool:
+    """Whether a body does nothing but give names to pure expressions, and append to lists that it does not read."""
+    stored, lists = set(_stored(node)), _appended(node)
+    for statement in node.body:
+        if isinstance(statement, ast.Expr) and (call := _append_of(statement)) is not None:
+            values = call.args
+        elif isinstance(statement, ast.Expr) and _is_text(statement):
+            continue
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if not all(isinstance(each, (ast.Name, ast.Tuple)) for each in targets):
+                return False
+            values = [statement.value, *targets]
+        else:
+            return False
+        inside = [each for value in values for each in ast.walk(value)]
+        if not all(_is_pure(each, index, stored) for each in inside) or not _names_of(inside).isdisjoint(lists):
+            return False
+    return True
+
+
+def _is_pure(node: ast.AST, index: str, stored: set[str]) -> bool:
+    """Whether a part of an expression changes nothing and reads nothing that the body may have changed."""
+    if isinstance(node, ast.Subscript):
+        of, taken = node.value, index in _names(node.slice)
+        own = isinstance(of, ast.Name) and of.id in stored
+        return isinstance(node.ctx, ast.Load) and (taken or own or not isinstance(of, (ast.Name, ast.Attribute)))
+    if isinstance(node, ast.Call):
+        return _calls_purely(node, stored)
+    return isinstance(node, _PURE)
+
+
+def _calls_purely(node: ast.Call, stored: set[str]) -> bool:
+    """Whether a call is of a function of torch, or of a method of a tensor made in the body, that changes none of its
+    arguments; of no module, which may keep a state."""
+    if isinstance(node.func, ast.Name):
+        return node.func.id == "slice"
+    if not isinstance(node.func, ast.Attribute) or node.func.attr.endswith("_"):
+        return False
+    if any(each.arg in (None, "out", "inplace") for each in node.keywords):
+        return False
+    of = node.func.value
+    made = of.id in stored if isinstance(of, ast.Name) else not isinstance(of, ast.Attribute)
+    return ast.unparse(of) in _MODULES or (made and hasattr(Tensor, node.func.attr))
+
+
+def _names_of(nodes: Sequence[ast.AST]) -> set[str]:
+    return {each.id for each in nodes if isinstance(each, ast.Name)}
 
 
 def _is_text(node: ast.Expr) -> bool:

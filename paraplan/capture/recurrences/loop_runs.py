@@ -242,9 +242,8 @@ class Loop:
 def _alike(before: object, after: object) -> bool:
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape == after.shape and before.dtype == after.dtype
-    return before is after or (
-        type(before) is type(after) and isinstance(before, (int, float, str)) and before == after
-    )
+    known = before is None or isinstance(before, (int, float, str, torch.dtype))
+    return known and type(before) is type(after) and before == after
 
 
 def _place(x: Tensor, index: object, loop: Loop) -> tuple[int, int, tuple[Any, ...]]:
@@ -327,8 +326,12 @@ class LoopMode(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Takes or puts a step, or stacks."""
         kwargs, loop = kwargs or {}, self.loops.active
+        if func is Tensor.is_complex:
+            return func(*args, **kwargs)
         if loop is not None and func in (_GET, _SET) and _has_index(args[1]):
             return loop.take(*args) if func is _GET else loop.put(*args)
+        if loop is not None and any(isinstance(x, Tensor) and x.is_complex() for x in args):
+            raise NotALoop(loop.where, "a step computes with complex numbers")
         if loop is not None and func not in _SHAPES and any(each is x for each in loop.written for x in args):
             raise NotALoop(loop.where, "it reads what it writes")
         listed = args[0] if args else kwargs.get("tensors")

@@ -162,8 +162,8 @@ def families(program: Program, cluster: ClusterSpec, optimizer: Optimizer, ways:
         blocks, casts = lower(plan)[0].blocks, held_casts(plan)
         alone |= {op.full_key: op for block in blocks.values() for op in block_ops(block)}
         graphs = [(kind.graph, kind.name) for kind in casts.plan.program.kinds]
-        params = casts.plan.program.params
-        graphs += [(cast_graph(params[param].spec, dtype), "held") for param, dtype in dict.fromkeys(casts.of.values())]
+        params, held = casts.plan.program.params, dict.fromkeys((of.weight, of.dtype) for of in casts.of.values())
+        graphs += [(cast_graph(params[param].spec, dtype), "held") for param, dtype in held]
         for graph, stem in graphs if ways > 1 else ():
             strides, moved = _strides_of(graph, blocks, stem), _strides_moved(graph)
             for op in (op for op in graph.ops if op.phase is not Phase.STEP):

@@ -23,7 +23,7 @@ import msgspec
 
 from paraplan.cost_models.predict import predict, with_reserved, with_used_profile
 from paraplan.cost_models.realised_plan import Realised, over_budget_bytes
-from paraplan.ir.errors import ConstraintError, InvalidPlanError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, ParaplanError, SolverLimitError
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.sizes import say_size
 from paraplan.planner.alternatives.tried import in_vain, kept, planned
@@ -227,7 +227,7 @@ class MixedSearch:
             try:
                 made = case.made(estimate.bounds, estimate.taken)
                 whole = case.whole(made) if case.fits(made) else made
-            except (ConstraintError, InvalidPlanError) as fault:
+            except ParaplanError as fault:  # of one candidate: others are looked at
                 self.tried.append(in_vain(text, fault, step_s))
                 return
             if case.fits(whole):
