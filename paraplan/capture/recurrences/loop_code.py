@@ -10,10 +10,10 @@
                                          out = loop.collected(out)
 
 A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts. Two recorded steps say nothing of
-what a body hides from them: a tensor changed in place that has other names, a history read at some distance, a state that a
-cell, a closure or an object keeps. So a body may do no more than give names to expressions of torch's functions and
-methods that change nothing (`_is_pure`) and append to lists it does not read (`_body_is_pure`); all other loops are run
-step by step. Lines stay where they were.
+what a body hides from them: a tensor changed in place that has other names, a history read at some distance, a state
+that a cell, a closure or an object keeps. So a body may do no more than give names to expressions of torch's functions
+and methods that change nothing (`_is_pure`) and append to lists it does not read (`_body_is_pure`); all other loops are
+run step by step. Lines stay where they were.
 """
 
 from __future__ import annotations
