@@ -259,7 +259,8 @@ def _calls_purely(node: ast.Call, stored: set[str]) -> bool:
         return node.func.id == "slice"
     if not isinstance(node.func, ast.Attribute) or node.func.attr.endswith("_"):
         return False
-    if any(each.arg in (None, "out", "inplace") for each in node.keywords):
+    flags = any(isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in node.args)
+    if flags or any(each.arg in (None, "out", "inplace") for each in node.keywords):  # a flag may be "in place"
         return False
     of = node.func.value
     made = of.id in stored if isinstance(of, ast.Name) else not isinstance(of, ast.Attribute)

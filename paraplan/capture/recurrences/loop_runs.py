@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +50,6 @@ class Index:
     __hash__ = _refuse  # type: ignore[assignment]
 
 
-class _Write(NamedTuple):
-    """`into[..., t, ...] = value`."""
-
-    into: Tensor
-    dim: int
-    offset: int
-
-
 class Loops:
     """The loops of one export.
 
@@ -93,8 +85,6 @@ class Loop:
         self.values: tuple[object, ...] = ()
         self.alike = False
         self.lists: list[list[Any]] = []
-        self.writes: list[_Write] = []
-        self.written: list[Tensor] = []
         self.kept: list[Tensor] = []
         self.outs: list[list[Tensor]] = []
         self.made: list[Tensor] = []
@@ -122,7 +112,7 @@ class Loop:
         """A marked step."""
         self.marked, self.loops.active = True, self
         self.run += 1
-        self.kept, self.lists, self.writes, self.alike = [], [], [], True
+        self.kept, self.lists, self.alike = [], [], True
         yield Index(self)
         self.marked, self.loops.active = False, None
 
@@ -175,11 +165,6 @@ class Loop:
         made = END(outs, again, count, steps, reverse, self.number, self.where)
         ends, stacks = made[:count], made[count:]
         self.made, rest = stacks[: len(self.kept)], stacks[len(self.kept) :]
-        kept = list(self.made)
-        for write in self.writes:
-            stack = kept.pop()
-            place = self._part(write.into, write.dim, write.offset)
-            place.copy_(stack.movedim(0, write.dim))
         given = iter(ends)
         carried = (next(given) if isinstance(value, Tensor) else value for value in self.values)
         return (*carried, *(stack.select(0, 0 if reverse else steps - 1) for stack in rest))
@@ -189,7 +174,7 @@ class Loop:
         if not self.marked:
             into.append(value)
             return
-        if not isinstance(value, Tensor) or any(each is into for each in self.lists) or self.writes:
+        if not isinstance(value, Tensor) or any(each is into for each in self.lists):
             raise NotALoop(self.where, "a step appends something else than one tensor to a list")
         into.append(value)  # for a step that reads it, which the second run then shows
         self.lists.append(into)
@@ -217,26 +202,12 @@ class Loop:
     def take(self, x: Tensor, index: object) -> Tensor:
         """`x[index]`, with the step's index among the indices."""
         dim, offset, rest = _place(x, index, self)
-        if any(write.into is x or write.into._base is x for write in self.writes):
-            raise NotALoop(self.where, "it reads what it writes")
         key = (id(x), dim, offset + self.first)
         if key not in self.sources:
             self.sources[key] = x, self._part(x, dim, offset)
         self.read.append(x)
         step = STEP(self.sources[key][1], dim, self.number, self.run)
         return step[rest] if any(each is None or each != slice(None) for each in rest) else step
-
-    def put(self, x: Tensor, index: object, value: object) -> None:
-        """`x[index] = value`, likewise."""
-        dim, offset, rest = _place(x, index, self)
-        if any(each is None or each != slice(None) for each in rest) or any(write.into is x for write in self.writes):
-            raise NotALoop(self.where, "a step writes part of a tensor's step")
-        if not isinstance(value, Tensor) or any(known[0] is x for known in self.sources.values()):
-            raise NotALoop(self.where, "it reads what it writes, or writes no tensor")
-        shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-        self.writes.insert(0, _Write(x, dim, offset))
-        self.written.append(x)
-        self.kept.append(value.expand(shape).to(x.dtype))
 
 
 def _alike(before: object, after: object) -> bool:
@@ -306,14 +277,7 @@ class Stacked(list):  # type: ignore[type-arg]
     extend = insert = pop = remove = reverse = sort = clear = __setitem__ = __delitem__ = __iadd__ = append  # type: ignore[assignment]
 
 
-_GET, _SET = Tensor.__getitem__, Tensor.__setitem__
-_SHAPES = frozenset(
-    {
-        *(Tensor.dtype.__get__, Tensor.device.__get__, Tensor.shape.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
-        *(Tensor.size, Tensor.dim, Tensor.numel),
-    }
-)
-"""What asks a tensor for no values."""
+_GET = Tensor.__getitem__
 
 
 class LoopMode(TorchFunctionMode):
@@ -324,16 +288,14 @@ class LoopMode(TorchFunctionMode):
         self.loops, self.recurrent = loops, RecurrentCalls()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes or puts a step, or stacks."""
+        """Takes a step, or stacks."""
         kwargs, loop = kwargs or {}, self.loops.active
         if func is Tensor.is_complex:
             return func(*args, **kwargs)
-        if loop is not None and func in (_GET, _SET) and _has_index(args[1]):
-            return loop.take(*args) if func is _GET else loop.put(*args)
+        if loop is not None and func is _GET and _has_index(args[1]):
+            return loop.take(*args)
         if loop is not None and any(isinstance(x, Tensor) and x.is_complex() for x in args):
             raise NotALoop(loop.where, "a step computes with complex numbers")
-        if loop is not None and func not in _SHAPES and any(each is x for each in loop.written for x in args):
-            raise NotALoop(loop.where, "it reads what it writes")
         listed = args[0] if args else kwargs.get("tensors")
         if isinstance(listed, Stacked):
             dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
