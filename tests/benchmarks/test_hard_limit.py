@@ -7,6 +7,8 @@ import pytest
 from benchmarks.hard_limit import run_within, tight_plan
 
 SEED = 9  # one rank, recomputing
+REFUSALS = ("can't allocate memory", "could not create a primitive", "bad_alloc", "MemoryError")
+"""How torch's allocator, oneDNN's scratch, C++ and Python say that there is no memory: who asks first is chance."""
 
 
 def test_a_tight_plan_lives_within_its_peak_and_the_reserve(capfd: pytest.CaptureFixture[str]) -> None:
@@ -19,4 +21,5 @@ def test_a_tight_plan_lives_within_its_peak_and_the_reserve(capfd: pytest.Captur
     code, used = run_within(plan, SEED, limit)
     assert code == 0 and peak < used <= limit
     code, _ = run_within(plan, SEED, used - peak)  # a reserve that is short by the plan's own bytes
-    assert code and "can't allocate memory" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert code and any(refusal in said for refusal in REFUSALS), said
