@@ -55,15 +55,19 @@ def implement(program: RankProgram, plan: Plan, times: Times, done: Done) -> Ran
 def implement_all(programs: Mapping[tuple[str, ...], RankProgram], plan: Plan) -> tuple[RankProgram, ...]:
     """Per rank class of the plan's schedule, its program (by its actions) with kernels chosen."""
     done: Done = {}
-    times = {} if plan.cluster.backend == "cpu" else _times_of(plan)
+    times = times_of(plan)
     made = {actions: implement(program, plan, times, done) for actions, program in programs.items()}
     return tuple(made[actions] for actions in plan.schedule.classes)
 
 
-def _times_of(plan: Plan) -> Times:
+def times_of(plan: Plan) -> Times:
     """Times of a plan's profile, where all its devices are of the kind that they were taken on."""
     profile = plan.profile
-    if profile is None or any(group.device.kind != profile.device for group in plan.cluster.groups):
+    if (
+        plan.cluster.backend == "cpu"
+        or profile is None
+        or any(group.device.kind != profile.device for group in plan.cluster.groups)
+    ):
         return {}
     timed = (op for op in profile.ops if op.samples and has_choice(op.target))
     return _TIMES.get(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paraplan.ir.plan import Plan
+from paraplan.planner.pipeline.draft import Draft
 
 Progress = Callable[[str], None]
 
@@ -17,13 +18,13 @@ class BestPlan:
     Attributes:
         plan: the best.
         solve_s, total_s: solver seconds, and all seconds.
-        others: plans that were found on the way, the fastest first.
+        others: what else was found on the way, the fastest first.
     """
 
     plan: Plan
     solve_s: float
     total_s: float
-    others: tuple[Plan, ...] = ()
+    others: tuple[Draft, ...] = ()
 
     @property
     def step_s(self) -> float:

@@ -27,10 +27,11 @@ from typing import NoReturn
 import msgspec
 
 from paraplan.cost_models.predict import with_reserved
-from paraplan.ir.errors import NoPlanError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Certificate, Plan, Prediction
 from paraplan.ir.plan_words import plan_words
+from paraplan.ir.process.garbage import seldom_collected
 from paraplan.ir.sizes import say_size
 from paraplan.lowering import lower
 from paraplan.planner.alternatives.tried import kept, planned, unreserved
@@ -50,8 +51,10 @@ from paraplan.planner.search import find, find_mixed, prepared
 
 ROUNDS = 10
 """Searches for fewer bytes, on one mesh and then on all."""
-FIRST = 0.6
+FIRST = 0.7
 """Of the time: for the first search, where others may follow."""
+ENOUGH = 0.02
+"""How much slower than the first a plan may be for no other microbatches to be searched."""
 LATE = 2
 """Searches begun after the time is over."""
 OTHERS = 4
@@ -87,6 +90,7 @@ def search_room(
         raise fault.explained() from None
 
 
+@seldom_collected()
 def _search_room(
     job: Job,
     constraints: Constraints,
@@ -99,7 +103,7 @@ def _search_room(
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
     first_s = (FIRST if looks else 1.0) * time_limit_s
     try:
-        first = find(job, constraints, first_s, progress, certify)
+        first = find(job, constraints, first_s, progress, certify, reserves=looks)
     except SolverLimitError:
         lean = _fallen_back(job, constraints, first_s, progress)
         if lean is None:
@@ -150,7 +154,7 @@ def _for_fewer(
     rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
     if constraints.microbatches is None and not (fitting and deadline.is_over):
         fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
-    if not deadline.is_over or _is_worse(fitting, tries[0]):
+    if _is_worse(fitting, tries[0], WORSE if deadline.is_over else 1 + ENOUGH):
         fitting += rounds.fitting(near)
     if near is not constraints and _is_worse(fitting, tries[0]):
         fitting += rounds.fitting(constraints)
@@ -165,17 +169,18 @@ def _for_fewer(
 def _with_room(first: BestPlan, budget: int) -> list[BestPlan]:
     """The fastest of the other plans made on the way for which allocators have room, if there is one among those that
     come near the best's step."""
-    near = [plan for plan in first.others if _predicted(plan).step_s <= WORSE * first.step_s]
-    for plan in near[:OTHERS]:
-        found = _with_reserved(BestPlan(plan, 0.0, 0.0))
-        if needed_bytes(found.plan) <= budget:
-            return [found]
+    near = [draft for draft in first.others if draft.step_s <= WORSE * first.step_s]
+    for draft in near[:OTHERS]:
+        with suppress(NoPlanError, ConstraintError):
+            found = _with_reserved(BestPlan(draft.made(), 0.0, 0.0))
+            if needed_bytes(found.plan) <= budget:
+                return [found]
     return []
 
 
-def _is_worse(fitting: Sequence[BestPlan], first: BestPlan) -> bool:
-    """Whether no plan comes near the first one's step: a search cut short may choose badly."""
-    return not any(_predicted(each.plan).step_s <= WORSE * _predicted(first.plan).step_s for each in fitting)
+def _is_worse(fitting: Sequence[BestPlan], first: BestPlan, times: float = WORSE) -> bool:
+    """Whether every plan takes more than so many times the first one's step: a search cut short may choose badly."""
+    return not any(_predicted(each.plan).step_s <= times * _predicted(first.plan).step_s for each in fitting)
 
 
 @dataclass

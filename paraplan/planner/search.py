@@ -30,7 +30,7 @@ from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.joint.search_joint import search_joint
+from paraplan.planner.joint.search_joint import JointSearch, search_joint
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.mixed.search_mixed import allows_mixed, search_mixed
 from paraplan.planner.one_stage.failures import Failure, failure, not_tried
@@ -39,6 +39,7 @@ from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.leanest import what_would_do
 from paraplan.planner.passes.placement_note import places_note
 from paraplan.planner.passes.quickened import placed, quickened
+from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.microbatches import (
     most_first,
@@ -93,11 +94,13 @@ def find(
     time_limit_s: float = 60.0,
     progress: Progress = lambda text: None,
     certify: bool = True,
+    reserves: bool = False,
 ) -> BestPlan:
     """As `search`, on all devices; errors are not explained yet.
 
     Args:
         job, constraints, time_limit_s, progress, certify: as of `search`.
+        reserves: whether pipelines of any degree are to be such as allocators have room for.
     """
     time_limit_s = planning_time_s(time_limit_s)
     deadline = Deadline(time_limit_s)
@@ -105,8 +108,9 @@ def find(
     job, constraints, unpriced = _checked(job, constraints)
     listed = _combinations(job, constraints) if constraints.pp is None else []
     if any(each.pp > 1 for each in listed) or constraints.pp not in (None, 1):
-        plans = _pipelines_of(job, constraints, listed, deadline, progress, certify)
-        plan, *others = (msgspec.structs.replace(each, notes=(*each.notes, *alone_note(each))) for each in plans)
+        best, *others = _pipelines_of(job, constraints, listed, deadline, progress, certify, reserves)
+        plan = best.made()
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan)))
         return BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(others))
     constraints = msgspec.structs.replace(constraints, pp=1)
     limits = SolveLimits(
@@ -248,34 +252,34 @@ def _pipelines_of(
     deadline: Deadline,
     progress: Progress,
     certify: bool,
-) -> tuple[Plan, ...]:
+    reserves: bool,
+) -> tuple[Draft, ...]:
     """A plan of several stages, or, where the degree is to be chosen, the fastest of those listed and what else was
     planned."""
 
-    def one_stage(pinned: Constraints, proved: bool) -> Plan:
+    def one_stage(pinned: Constraints, proved: bool) -> Draft:
         alone = msgspec.structs.replace(pinned, pp=1)
-        return find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved).plan
+        return Draft.of(find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved).plan)
 
     def piped(pinned: Constraints) -> Plan:
         return search_pipeline(job, pinned, shardings)
 
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
     if constraints.pp is None:
-        return search_joint(job, constraints, listed, shardings, one_stage, progress, deadline, certify)
+        found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
+        return search_joint(found, listed, one_stage, certify)
     try:
-        return (piped(constraints),)
+        return (Draft.of(piped(constraints)),)
     except NoPlanError as fault:
         counts = () if constraints.microbatches is not None else pipeline_counts(job.program, constraints)
         tried: list[int] = []
-        found = _pipelines(counts, tried, constraints, piped, progress, deadline)
-        if not found:
+        others = _pipelines(counts, tried, constraints, piped, progress, deadline)
+        if not others:
             also = f"; nor in {', '.join(map(str, sorted(tried)))} microbatches" if tried else ""
             late = "; then time ran out" if len(tried) < len(counts) else ""
             refused, more = fault, f"{also}{late}"
             raise SolverLimitError(f"{refused}{more}", lambda: f"{refused.explained()}{more}") from None
-        return tuple(
-            sorted(found, key=lambda plan: plan.prediction.step_s if plan.prediction is not None else math.inf)
-        )
+        return tuple(sorted(map(Draft.of, others), key=lambda draft: draft.step_s))
 
 
 def _pipelines(

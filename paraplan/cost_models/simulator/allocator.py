@@ -27,7 +27,7 @@ OWN_SEGMENT_BYTES = 10 << 20
 ROUND_BYTES = 2 << 20
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class AllocatedBlock:
     """A stretch of a segment."""
 
@@ -62,7 +62,7 @@ class CachingAllocator:
         size = max(CUDA_BLOCK_BYTES, -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
         small = size <= SMALL_BYTES
         pool = self._free[small]
-        place = bisect_left(pool, (size, -1), key=lambda entry: entry[:2])
+        place = bisect_left(pool, (size, -1))
         block = pool.pop(place)[2] if place < len(pool) else self._segment(size, small)
         block.free = False
         left = block.nbytes - size
@@ -71,32 +71,37 @@ class CachingAllocator:
             if block.after is not None:
                 block.after.before = rest
             block.after, block.nbytes = rest, size
-            insort(
-                self._free[small], (rest.nbytes, rest.address, rest), key=lambda entry: entry[:2]
-            )  # maybe a new list
+            insort(self._free[small], (left, rest.address, rest))  # maybe a new list
         self.allocated_bytes += block.nbytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block
+
+    def touch(self, nbytes: int) -> None:
+        """Allocate and give back at once: where a free block is large enough, all is as it was."""
+        size = max(CUDA_BLOCK_BYTES, -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
+        pool = self._free[size <= SMALL_BYTES]
+        if not pool or pool[-1][0] < size or self.allocated_bytes + pool[-1][0] > self.peak_allocated_bytes:
+            self.release(self.allocate(nbytes))
 
     def release(self, block: AllocatedBlock) -> None:
         """Give a block back."""
         self.allocated_bytes -= block.nbytes
         block.free = True
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                self._remove(other)
-        if block.before is not None and block.before.free:
-            gone = block.before
+        gone = block.before
+        if gone is not None and gone.free:
+            self._remove(gone)
             block.address, block.before = gone.address, gone.before
             block.nbytes += gone.nbytes
             if gone.before is not None:
                 gone.before.after = block
-        if block.after is not None and block.after.free:
-            gone = block.after
+        gone = block.after
+        if gone is not None and gone.free:
+            self._remove(gone)
             block.nbytes, block.after = block.nbytes + gone.nbytes, gone.after
             if gone.after is not None:
                 gone.after.before = block
-        insort(self._free[block.small], (block.nbytes, block.address, block), key=lambda entry: entry[:2])
+        insort(self._free[block.small], (block.nbytes, block.address, block))
 
     def _segment(self, size: int, small: bool) -> AllocatedBlock:
         """A new segment, as one block."""
@@ -123,4 +128,4 @@ class CachingAllocator:
 
     def _remove(self, block: AllocatedBlock) -> None:
         pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.nbytes, block.address), key=lambda entry: entry[:2])]
+        del pool[bisect_left(pool, (block.nbytes, block.address))]

@@ -1,21 +1,37 @@
 """What a rank's allocator reserves in a step: the step's allocations and frees, replayed over the caching allocator.
 
-The order is that of `memory.MemoryWalk`: what is there before the step first, then instruction by instruction what a
-block makes, the workspace of an op (allocated and freed), and what dies. The step is taken twice, since blocks cached
-in the first are where the second begins. Limits: those of `allocator`; what libraries allocate for themselves (cuBLAS'
-workspaces, NCCL's buffers, the context) is not the allocator's or not counted.
+The order is that of `live_bytes.MemoryWalk`: what is there before the step first, then instruction by instruction what
+a block makes, the workspace of an op (allocated and freed), and what dies. A step's requests are worked out once, those
+of a block once in each situation it is called in, and made twice, since blocks cached in the first step are where the
+second begins. Limits: those of `allocator`; what libraries allocate for themselves (cuBLAS' workspaces, NCCL's buffers,
+the context) is not the allocator's or not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paraplan.cost_models.simulator.allocator import AllocatedBlock, CachingAllocator
+from paraplan.cost_models.simulator.block_replay import ArgState, MemoryBlock
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.step_memory import StepMemory, Storage
 from paraplan.ir.execution.names import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
+
+
+class Request(NamedTuple):
+    """One request to the allocator.
+
+    Attributes:
+        nbytes: to allocate; 0 to give back.
+        number: of what is given back, counted from 0 as it was allocated; -1 where it is allocated and given back at
+            once.
+    """
+
+    nbytes: int
+    number: int = 0
 
 
 def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
@@ -35,12 +51,30 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
             kept[name] = allocator.allocate(value.nbytes)
     if states:  # made parameter by parameter: slots of its size each
         _states(program, allocator, states)
+    step = _step_requests(program, list(kept))
     for _ in range(2):
-        replay = _Replay(program, allocator, kept)
-        for step in program.steps:
-            replay.take(step)
-        kept = replay.leave()
+        blocks = _made(allocator, step.requests, list(kept.values()))
+        ended = {name: blocks[number] for name, number in step.stays.items()}
+        for name in kept:
+            if name not in ended:  # the batch of the next step comes anew
+                ended[name] = allocator.allocate(program.outer[name].nbytes)
+        kept = {name: ended[name] for name in kept}
     return allocator.peak_reserved_bytes
+
+
+def _made(
+    allocator: CachingAllocator, requests: Iterable[Request], blocks: list[AllocatedBlock]
+) -> list[AllocatedBlock]:
+    """What was allocated, of which the first blocks are there, by number."""
+    allocate, release, keep = allocator.allocate, allocator.release, blocks.append
+    for nbytes, number in requests:
+        if not nbytes:
+            release(blocks[number])
+        elif number < 0:
+            allocator.touch(nbytes)
+        else:
+            keep(allocate(nbytes))
+    return blocks
 
 
 def _states(program: RankProgram, allocator: CachingAllocator, total: int) -> None:
@@ -54,108 +88,166 @@ def _states(program: RankProgram, allocator: CachingAllocator, total: int) -> No
         allocator.allocate(total - slots * whole)
 
 
+class _StepRequests(NamedTuple):
+    """A step's requests, and the numbers of what outlives it by the names that were there before it."""
+
+    requests: list[Request]
+    stays: dict[Name, int]
+
+
+def _step_requests(program: RankProgram, given: Sequence[Name]) -> _StepRequests:
+    """What a step asks of the allocator, where these names are there before it, numbered in order."""
+    replay = _Replay(program, given)
+    for step in program.steps:
+        replay.take(step)
+    return _StepRequests(replay.requests, replay.leave())
+
+
+class _CallRequests(NamedTuple):
+    """What a call of a block asks for in one situation.
+
+    Attributes:
+        begins: arguments, by position, that die as it begins.
+        requests: in order, numbered from 0; `ends` has after how many of them which arguments die.
+        ends: see there.
+        results: per result the number of what holds it; -1 where that is an argument's, or nothing.
+        left: numbers of what is there as it ends.
+        num_held: how many are allocated and not given back at once.
+    """
+
+    begins: tuple[int, ...]
+    requests: tuple[Request, ...]
+    ends: tuple[tuple[int, tuple[int, ...]], ...]
+    results: tuple[int, ...]
+    left: frozenset[int]
+    num_held: int
+
+
+def _call_requests(block: MemoryBlock, args: tuple[ArgState, ...], taken: tuple[bool, ...]) -> _CallRequests:
+    """What a call whose arguments are in state `args`, taking the results in `taken`, asks for."""
+    made, ended = block.ends(args, taken)
+    deaths: dict[int, list[int]] = {}
+    for index, last in ended.items():
+        deaths.setdefault(last, []).append(index)
+    frees: dict[int, list[str]] = {}
+    for owner, last in made.items():
+        frees.setdefault(last, []).append(owner)
+    requests: list[Request] = []
+    ends: list[tuple[int, tuple[int, ...]]] = []
+    numbers: dict[str, int] = {}
+    count, instrs, values = 0, block.block.instrs, block.block.values
+    for index in range(len(instrs) + 1):
+        for owner, size in block.fresh[index] if index < len(instrs) else ():
+            if size and not values[owner].tier:
+                numbers[owner], count = count, count + 1
+                requests.append(Request(size))
+        if index < len(instrs) and instrs[index].workspace_bytes:
+            requests.append(Request(instrs[index].workspace_bytes, -1))
+        requests += [Request(0, numbers.pop(owner)) for owner in frees.get(index, ()) if owner in numbers]
+        if index in deaths:
+            ends.append((len(requests), tuple(deaths[index])))
+    results = tuple(-1 if name is None else numbers.get(block.owners[name], -1) for name in block.results)
+    return _CallRequests(
+        tuple(deaths.get(-1, ())), tuple(requests), tuple(ends), results, frozenset(numbers.values()), count
+    )
+
+
 @dataclass
 class _Replay:
     """One step on its way.
 
     Attributes:
-        program, allocator: see `reserved_bytes`.
-        given: blocks of what was there before, by outer name.
+        program: see `reserved_bytes`.
+        given: names of what was there before.
+        requests: so far.
+        numbers: of what holds a storage.
+        count: what was allocated, with what was there before.
     """
 
     program: RankProgram
-    allocator: CachingAllocator
-    given: dict[Name, AllocatedBlock]
-    blocks: dict[Storage, AllocatedBlock] = field(default_factory=dict)
+    given: Sequence[Name]
+    requests: list[Request] = field(default_factory=list)
+    numbers: dict[Storage, int] = field(default_factory=dict)
+    count: int = 0
+    _calls: dict[object, _CallRequests] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.walk = MemoryWalk(self.program)
-        for name, block in self.given.items():
-            self.blocks[self.walk.outer[name].storage] = block
+        for name in self.given:
+            self.numbers[self.walk.outer[name].storage] = self.count
+            self.count += 1
 
     def take(self, step: Step) -> None:
         """Take a step."""
         outer = self.walk.outer
         touched = [outer[name].storage for name in (*step.drops, *step.outs) if name is not None and name in outer]
-        bound = {outer[name].storage for name in {*step.outs} - {*step.drops} if name is not None and name in outer}
+        if step.kind is StepKind.CALL:
+            given = [outer[name].storage for name in step.args]
+            bound = {outer[name].storage for name in {*step.outs} - {*step.drops} if name is not None and name in outer}
+            self._call(step, self.walk.advance(step), given, touched, bound)
+            return
         if step.kind is StepKind.ACCUMULATE:
             touched.append(outer[step.args[1]].storage)
-        given = [outer[name].storage for name in step.args] if step.kind is StepKind.CALL else []
-        memory = self.walk.advance(step)
-        if step.kind is StepKind.CALL:
-            self._call(step, memory, given, touched, bound)
-            return
+        self.walk.advance(step)
         workspace = self.program.update_workspace(step) if step.kind is StepKind.UPDATE else 0
         if workspace and not self.program.update_tier(step):
-            self.allocator.release(self.allocator.allocate(workspace))
+            self.requests.append(Request(workspace, -1))
         for name in step.outs:
-            if name is not None and (storage := outer[name].storage) not in self.blocks and storage.nbytes:
-                self._make(storage)
+            if name is not None and (storage := outer[name].storage) not in self.numbers:
+                if storage.nbytes and not storage.tier:
+                    self.requests.append(Request(storage.nbytes))
+                    self.numbers[storage] = self.count
+                    self.count += 1
         self._let_go(touched)
 
     def _call(
         self, step: Step, memory: StepMemory, given: list[Storage], touched: list[Storage], bound: set[Storage]
     ) -> None:
         """Replay a block; what dies because a result takes its name dies as the call ends."""
-        block = self.walk.blocks[step.block]
-        taken = tuple(name is not None for name in step.outs)
-        made, ended = block.ends(memory.args, taken)
-        later = {*given, *bound}
-        self._let_go([storage for storage in touched if storage not in later])
-        deaths: dict[int, list[Storage]] = {}
-        for index, last in ended.items():
-            deaths.setdefault(last, []).append(given[index])
-        for storage in deaths.pop(-1, ()):
-            self._let_go([storage])
-        local: dict[str, AllocatedBlock] = {}
-        frees: dict[int, list[str]] = {}
-        for owner, last in made.items():
-            frees.setdefault(last, []).append(owner)
-        count = len(block.block.instrs)
-        for index, instr in enumerate(block.block.instrs):
-            for owner, size in block.fresh[index]:
-                if size and not block.block.values[owner].tier:
-                    local[owner] = self.allocator.allocate(size)
-            if instr.workspace_bytes:
-                self.allocator.release(self.allocator.allocate(instr.workspace_bytes))
-            self._end_of(local, frees.get(index, ()), deaths.get(index, ()))
-        self._end_of(local, frees.get(count, ()), deaths.get(count, ()))
-        results = dict(zip(step.outs, block.results, strict=True))  # of a name given twice, the last
-        for name, result in results.items():
-            if name is not None and result is not None and (owner := block.owners[result]) in local:
-                self.blocks[self.walk.outer[name].storage] = local.pop(owner)
-        self._end_of(local, [*local], ())
+        block, taken = self.walk.blocks[step.block], tuple([name is not None for name in step.outs])
+        key = (step.block, memory.args, taken)
+        asked = self._calls.get(key)
+        if asked is None:
+            asked = self._calls[key] = _call_requests(block, memory.args, taken)
+        self._let_go([storage for storage in touched if storage not in bound and storage not in given])
+        self._let_go([given[index] for index in asked.begins])
+        first, at, base = 0, self.requests, self.count
+        for stop, dying in asked.ends:
+            at += [_counted(request, base) for request in asked.requests[first:stop]]
+            self._let_go([given[index] for index in dying])
+            first = stop
+        at += [_counted(request, base) for request in asked.requests[first:]]
+        self.count += asked.num_held
+        results = dict(zip(step.outs, asked.results, strict=True))  # of a name given twice, the last
+        held = set()
+        for name, number in results.items():
+            if name is not None and number >= 0:
+                self.numbers[self.walk.outer[name].storage] = base + number
+                held.add(number)
+        at += [Request(0, base + number) for number in sorted(asked.left - held)]
         self._let_go(touched)
-
-    def _end_of(self, local: dict[str, AllocatedBlock], owners: Iterable[str], storages: Iterable[Storage]) -> None:
-        for owner in owners:
-            if owner in local:
-                self.allocator.release(local.pop(owner))
-        self._let_go(storages)
-
-    def _make(self, storage: Storage) -> None:
-        if not storage.tier:
-            self.blocks[storage] = self.allocator.allocate(storage.nbytes)
 
     def _let_go(self, storages: Iterable[Storage]) -> None:
         """Free what no name holds."""
         for storage in storages:
-            if storage.names == 0 and (block := self.blocks.pop(storage, None)) is not None:
-                self.allocator.release(block)
+            if storage.names == 0 and (number := self.numbers.pop(storage, None)) is not None:
+                self.requests.append(Request(0, number))
 
-    def leave(self) -> dict[Name, AllocatedBlock]:
-        """End the step: blocks of what stays, by outer name; the rest is freed."""
-        stays = {name: self.walk.outer[name].storage for name in self.given if name in self.walk.outer}
-        sizes = {name: value.nbytes for name, value in self.program.outer.items()}
+    def leave(self) -> dict[Name, int]:
+        """End the step: the numbers of what stays, by the names that were there before; the rest is freed."""
+        outer = self.walk.outer
         kept = {
-            name: self.blocks[storage]
-            for name, storage in stays.items()
-            if storage in self.blocks and storage.nbytes == sizes[name]
+            name: self.numbers[outer[name].storage]
+            for name in self.given
+            if name in outer
+            and outer[name].storage in self.numbers
+            and outer[name].storage.nbytes == self.program.outer[name].nbytes
         }
-        held = {id(block) for block in kept.values()}
-        for block in self.blocks.values():
-            if id(block) not in held:
-                self.allocator.release(block)
-        for name in [name for name in self.given if name not in kept]:  # the batch of the next step comes anew
-            kept[name] = self.allocator.allocate(self.program.outer[name].nbytes)
+        held = frozenset(kept.values())
+        self.requests += [Request(0, number) for number in self.numbers.values() if number not in held]
         return kept
+
+
+def _counted(request: Request, base: int) -> Request:
+    """A call's request, what it gives back counted from the step's beginning."""
+    return request if request.nbytes else Request(0, base + request.number)

@@ -237,6 +237,16 @@ class MemoryWalk:
         )
 
 
+def peak_bytes(program: RankProgram) -> int:
+    """The most bytes alive on the device at once: what a simulation of the rank finds.
+
+    Raises:
+        CostModelError: a step names something that does not exist.
+    """
+    walk = MemoryWalk(program)
+    return max((walk.live, *(walk.advance(step).peak for step in program.steps)))
+
+
 _TAKE = {
     StepKind.CALL: MemoryWalk._call,
     StepKind.ACCUMULATE: MemoryWalk._accumulate,

@@ -2,6 +2,7 @@
 
     workers = Workers(2, setup, argument)        # every process makes setup(argument) once
     workers.map(function, tasks, own)            # function(that, *task) for each, in the tasks' order
+    answer = workers.begin(function, task, own)  # answer() is function(that, *task), made while this process goes on
 
 This process takes tasks as well, with `own`. A task that a worker cannot do, be it that it ends or that the task fails,
 is done here, so the answer is that of a loop, and the errors are. Workers are started as `python -m`, so that a script
@@ -49,7 +50,7 @@ class Workers:
         """
         found: list[T] = [_UNKNOWN] * len(tasks)
         left = deque(range(len(tasks)))
-        threads = [Thread(target=self._drive, args=(each, function, tasks, left, found)) for each in self._processes]
+        threads = [Thread(target=self._drive, args=(each, function, tasks, left, found)) for each in self._idle]
         try:
             for thread in threads:
                 thread.daemon = True
@@ -64,6 +65,34 @@ class Workers:
             self.close()
             raise
         return [function(own, *task) if made is _UNKNOWN else made for made, task in zip(found, tasks, strict=True)]
+
+    def begin(self, function: Callable[..., T], task: tuple[Any, ...], own: object) -> Callable[[], T]:
+        """Have a process that does nothing else make something of a task.
+
+        Args:
+            function, own: as for `map`.
+            task: its parts.
+        Returns:
+            What waits for the answer; where there is no process, makes it.
+        """
+        found: list[T] = [_UNKNOWN]
+        if not self._idle:
+            return lambda: function(own, *task)
+        process = self._idle[0]
+        process.is_busy = True
+
+        def drive() -> None:
+            self._drive(process, function, [task], deque((0,)), found)
+            process.is_busy = False
+
+        thread = Thread(target=drive, daemon=True)
+        thread.start()
+
+        def answer() -> T:
+            thread.join()
+            return function(own, *task) if found[0] is _UNKNOWN else found[0]
+
+        return answer
 
     def _drive(
         self,
@@ -85,6 +114,10 @@ class Workers:
                     self.lost += 1
                     return
 
+    @property
+    def _idle(self) -> list[_Process]:
+        return [process for process in self._processes if not process.is_busy]
+
     def close(self) -> None:
         """End them."""
         for process in self._processes:
@@ -98,6 +131,7 @@ class _Process:
     def __init__(self, first: bytes) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         command = [sys.executable, "-m", "paraplan.ir.process.worker"]
+        self.is_busy = False
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         self._telling = Thread(target=self._tell, args=(first,), daemon=True)
         self._telling.start()

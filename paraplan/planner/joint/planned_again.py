@@ -19,6 +19,7 @@ from paraplan.planner.checks import with_states
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Pricer
+from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.pipeline_search import Start, search_from
 from paraplan.planner.pipeline.stage_prices import Sharding
@@ -53,12 +54,11 @@ def planned_again(job: Job, constraints: Constraints, plan: Plan, shardings: Sha
     for number, (pinned, start) in enumerate(starts, 1):
         try:
             found = search_from(job, pinned, shardings, start)
+            assert isinstance(found, Draft)  # no other's step was to be kept below
+            return found.made()
         except SolverLimitError:
             if number == len(starts):
                 raise
-            continue
-        assert isinstance(found, Plan)  # no other's step was to be kept below
-        return found
     raise AssertionError("a pipeline was planned, or said not to fit")
 
 

@@ -3,44 +3,44 @@
 Propose, price, estimate, plan, keep. A plan of one stage is searched as ever. Combinations (`combinations`) are priced
 (`stage_prices`: one sharding per inner mesh and samples of a microbatch, shared over degrees) and estimated
 (`estimate`), and the most promising are planned as pinned pipelines are (`pipeline_search`), until the next one's
-estimate is no better than the best plan, or `MOST` were planned in vain, or time is up. Estimates are no bounds: that
-what was not planned is slower is not proved, and a note says what was left.
+estimate is no better than the best plan, or `MOST` were planned in vain, or time is up. Pipelines of many microbatches
+are planned for the first of them (`draft`); the best is made whole, and others as long as one may be faster. Estimates
+are no bounds: that what was not planned is slower is not proved, and a note says what was left.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.process.cores import num_cores
 from paraplan.ir.process.workers import Workers
-from paraplan.lowering import lower
 from paraplan.planner.alternatives.tried import in_vain, kept, planned, slower
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
+from paraplan.planner.joint.drafting import Drafting
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
-from paraplan.planner.joint.space_bound import SpaceBound
+from paraplan.planner.joint.proving import Bounding, bound_of
+from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
+from paraplan.planner.pipeline.pipeline_search import Slower
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
-from paraplan.planner.pipeline.shorten import runs_of, shortened
-from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
+from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.pipeline.stage_sharding import Shardings
 
-OneStage = Callable[[Constraints, bool], Plan]
+OneStage = Callable[[Constraints, bool], Draft]
 """Plans without a pipeline; whether to bound what it is found among."""
 USUAL_SHARE = 0.15
 """Of the time limit, for plain data parallelism to be planned before all else."""
@@ -82,6 +82,7 @@ class JointSearch:
         shardings: of stages' devices.
         progress: told what is being tried.
         deadline: of all of it.
+        reserves: whether allocators have to have room for its pipelines.
         workers: that price beside this process; None for none.
     """
 
@@ -90,12 +91,15 @@ class JointSearch:
     shardings: Shardings
     progress: Callable[[str], None]
     deadline: Deadline
+    reserves: bool = False
     workers: Workers | None = None
-    plans: list[Plan] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
     _off: dict[str, float] = field(default_factory=dict)
+    _bound: Bounding | None = None
+    _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
 
     @cached_property
     def budget(self) -> int:
@@ -110,10 +114,10 @@ class JointSearch:
     @property
     def best_s(self) -> float:
         """The shortest step of a plan so far."""
-        return min(map(_step_s, self.plans), default=math.inf)
+        return min((draft.step_s for draft in self.drafts), default=math.inf)
 
-    def found(self, listed: Sequence[Combination], one_stage: OneStage, certify: bool = True) -> tuple[Plan, ...]:
-        """The fastest plan of one stage or of some combinations, and the others that were made, the faster first.
+    def found(self, listed: Sequence[Combination], one_stage: OneStage, certify: bool = True) -> tuple[Draft, ...]:
+        """The fastest plan of one stage or of some combinations, made, and the others, the faster first.
 
         Raises:
             SolverLimitError: nothing was found; says what was tried, and what the search of one stage said.
@@ -123,41 +127,65 @@ class JointSearch:
             self._plan_usual(one_stage)
             estimates = self._estimates(listed)
             self._plan_promising(estimates)
+            self._bound = self._bounding(listed) if certify and self.drafts else None
+            self._make_fastest()
             self._solve_one_stage(one_stage, certify)
         except KeyboardInterrupt:
-            if not self.plans:
+            if not self.drafts:
                 raise
             self.words.append("interrupted")
-        if not self.plans:
+        self._make_fastest()
+        if not self.drafts:
             raise self._nothing()
         note = (
             f"{len(estimates)} pipelines were estimated ({len(self.pricing.prices)} kinds of stages priced), of which "
             f"the fastest were planned: {'; '.join(self.words)}"
         )
         tried = kept(self.tried)
-        best, *others = (
-            msgspec.structs.replace(plan, notes=(*plan.notes, note), tried=tried)
-            for plan in sorted(self.plans, key=_step_s)
-        )
-        return (self._certified(best, listed) if certify else best), *others
+        best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=lambda draft: draft.step_s))
+        return (Draft.of(self._certified(best, listed)) if certify else best), *others
 
-    def _certified(self, best: Plan, listed: Sequence[Combination]) -> Plan:
-        """The plan with what is proved of every combination.
+    def _make_fastest(self) -> None:
+        """Make drafts whole until the fastest of all is: of those that are not it is known what they take at least."""
+        while self.drafts and (best := min(self.drafts, key=lambda draft: draft.step_s)).plan is None:
+            self.progress(f"all microbatches of the best so far, {best.step_s:.4g} s or more")
+            what, estimated_s, pins = self._drafted[id(best)]
+            try:
+                self.tried.append(planned(what, best.made(), estimated_s, pins))
+                self.words.append(f"{what}, whole: {best.step_s:.4g} s")
+            except (ConstraintError, NoPlanError) as fault:
+                self.drafts.remove(best)
+                self.faults.append(fault)
+                self.tried.append(in_vain(what, fault, estimated_s))
+                self.words.append(f"{what}, whole: nothing")
 
-        With its own certificate where that is nothing, where the schedule is searched (its orders are no named one's),
-        and where the plan is outside of the space and faster.
-        """
+    def _bounding(self, listed: Sequence[Combination]) -> Bounding | None:
+        """What is proved of every combination, beside what else is done; None where that is nothing, where the schedule
+        is searched (its orders are no named one's), and where positions of other groups may be faster than those of the
+        first, of which the bound is."""
         if self.job.compiled or self.constraints.schedule == SEARCHED or len(self.job.cluster.groups) > 1:
-            return best  # positions of other groups may be faster than those of the first, of which the bound is
-        cut = [(stage.first, stage.stop) for stage in best.stages]
-        bound = SpaceBound(self.job, self.constraints, self.budget, self.pricing.position, self.pricing.way_of, cut)
-        stop = time.perf_counter() + max(PROVED_SHARE * self.deadline.limit_s, 1.0)
+            return None
+        best = min(self.drafts, key=lambda draft: draft.step_s)
         self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
-        bound_s, mesh = bound.bound_s(listed, self.best_s, stop), best.stages[0].mesh.shape
-        is_listed = any(each.mesh in ((), mesh) and each.microbatches == best.num_microbatches for each in listed)
+        within_s = max(PROVED_SHARE * self.deadline.limit_s, 1.0)
+        task = listed, best.cut, best.step_s, within_s
+        if self.workers is None:
+            return Bounding(best.cut, lambda: bound_of(self.pricing, *task))
+        return Bounding(best.cut, self.workers.begin(bound_of, task, self.pricing))
+
+    def _certified(self, best: Draft, listed: Sequence[Combination]) -> Plan:
+        """The plan with what is proved of every combination; with its own certificate where that is nothing, and where
+        the plan is outside of the space and faster."""
+        plan = best.made()
+        if self._bound is None or self._bound.cut != best.cut:
+            self._bound = self._bounding(listed)
+        if self._bound is None:
+            return plan
+        (bound_s, spread), mesh = self._bound.answer(), plan.stages[0].mesh.shape
+        is_listed = any(each.mesh in ((), mesh) and each.microbatches == plan.num_microbatches for each in listed)
         if is_listed or bound_s <= self.best_s:
-            return certified_in_space(best, bound_s, len(listed), bound.spread)
-        return best
+            return certified_in_space(plan, bound_s, len(listed), spread)
+        return plan
 
     def _plan_usual(self, one_stage: OneStage) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster."""
@@ -168,7 +196,7 @@ class JointSearch:
 
         def fits(zero: int) -> bool:
             pins = msgspec.structs.replace(self.constraints, dp=n, zero=zero, recompute="none")
-            late = self.plans and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
+            late = self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
             return not late and self._try(f"dp={n} zero={zero}", pins, partial(one_stage, pins, False)) is not None
 
         if fits(1):
@@ -192,16 +220,16 @@ class JointSearch:
 
         while waiting:
             first = min(waiting, key=rank)
-            if in_vain >= MOST and (self.plans or math.isinf(first.step_s)):
+            if in_vain >= MOST and (self.drafts or math.isinf(first.step_s)):
                 return
             family = first.family
             slack = ONE_STAGE_SLACK if family == ONE_STAGE else SLACK if family in self._off else FIRST_SLACK
             if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
             waiting.remove(first)
-            if (self.plans or in_vain >= MOST) and self.deadline.passed_s + _expected_s(
-                first, longest
-            ) > self.deadline.limit_s:
+            owed_s = min(self.drafts, key=lambda draft: draft.step_s).making_s if self.drafts else 0.0
+            ends_s = self.deadline.passed_s + _expected_s(first, longest) + owed_s
+            if (self.drafts or in_vain >= MOST) and ends_s > self.deadline.limit_s:
                 if LATE not in self.words:
                     self.words.append(LATE)
                 continue
@@ -229,13 +257,13 @@ class JointSearch:
     def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best, on its mesh."""
-        if self.constraints.schedule is not None or (self.plans and self.deadline.is_over):
+        if self.constraints.schedule is not None or (self.drafts and self.deadline.is_over):
             return
-        best = min(self.plans, key=_step_s, default=None)
+        best = min(self.drafts, key=lambda draft: draft.step_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
             self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify))
-        elif len(best.stages) == 1:
-            mesh, count = best.stages[0].mesh.shape, best.num_microbatches
+        elif len((plan := best.made()).stages) == 1:
+            mesh, count = plan.stages[0].mesh.shape, plan.num_microbatches
             pinned = msgspec.structs.replace(self.constraints, microbatches=count)
             if self._meshes_free:
                 pinned = msgspec.structs.replace(pinned, mesh=mesh)
@@ -253,14 +281,14 @@ class JointSearch:
         self,
         what: str,
         pins: Constraints,
-        make: Callable[[], Plan | Slower],
+        make: Callable[[], Draft | Slower],
         estimated: str = "",
         step_s: float | None = None,
     ) -> float | None:
         """What is planned, told with what it was estimated at: its step, or what that is not below; None where nothing
         was found."""
         text = f"{what}{estimated}"
-        known = f"{text}; best so far {self.best_s:.4g} s" if self.plans else text
+        known = f"{text}; best so far {self.best_s:.4g} s" if self.drafts else text
         self.progress(known)
         try:
             found = make()
@@ -273,28 +301,26 @@ class JointSearch:
             self.words.append(f"{text}: no less than {found.step_s:.4g} s")
             self.tried.append(slower(what, found.step_s, step_s))
             return found.step_s
-        self.plans.append(found)
+        self.drafts.append(found)
         asked = self.constraints.as_data
         more = {name: value for name, value in pins.as_data.items() if asked.get(name) != value}
-        self.tried.append(planned(what, found, step_s, more))
-        self.words.append(f"{text}: {_step_s(found):.4g} s")
-        return _step_s(found)
+        self._drafted[id(found)] = what, step_s, more
+        if found.plan is not None:
+            self.tried.append(planned(what, found.plan, step_s, more))
+            self.words.append(f"{text}: {found.step_s:.4g} s")
+        else:
+            self.tried.append(slower(what, found.step_s, step_s))
+            self.words.append(f"{text}: {found.step_s:.4g} s or more")
+        return found.step_s
 
     def _plan(self, estimate: Estimate) -> None:
         """Plan a combination as a pinned pipeline."""
-        pinned = estimate.combination.pinned(self.constraints)
-        if estimate.combination.pp > 1 and (estimate.combination.each > 1 or estimate.is_recut):
-            pinned = msgspec.structs.replace(pinned, stages=estimate.bounds)
         step_s = estimate.step_s if math.isfinite(estimate.step_s) else None
         said = "estimated not to fit" if step_s is None else f"{step_s:.4g} s estimated"
-
-        def make() -> Plan | Slower:
-            check_constraints(pinned, self.job.cluster.num_devices)
-            within_s = self.best_s if estimate.combination.pp > 1 else math.inf  # one stage takes a second
-            start = Start(self._sharding(estimate), estimate.taken, within_s, is_only=step_s is not None)
-            return search_from(self.job, pinned, self.shardings, start)
-
-        found_s, family = self._try(estimate.combination.text, pinned, make, f" ({said})", step_s), estimate.family
+        drafting = Drafting(self.pricing, self.shardings, self.reserves)
+        within_s = self.best_s if estimate.combination.pp > 1 else math.inf  # one stage takes a second
+        make, pins = partial(drafting.drafted, estimate, within_s), drafting.pins(estimate)
+        found_s, family = self._try(estimate.combination.text, pins, make, f" ({said})", step_s), estimate.family
         if step_s is not None:
             self._off[family] = found_s / step_s if found_s is not None else UNFIT * self._off.get(family, 1.0)
 
@@ -327,65 +353,26 @@ class JointSearch:
     def _shape(self, combination: Combination, prices: StagePrices) -> tuple[int, ...]:
         return self.pricing.mesh_shape(combination, prices.shape)
 
-    def _sharding(self, estimate: Estimate) -> Sharding | None:
-        """The priced sharding on the combination's own mesh; where its dims do not divide there, the one of that mesh
-        which comes to least; None where there is none."""
-        combination = estimate.combination
-        try:
-            part, _, mesh = self.pricing.position(combination)
-        except ConstraintError:
-            return None
-
-        def there(prices: StagePrices) -> Sharding | None:
-            decisions = replace(prices.sharding.decisions, mesh=mesh, num_microbatches=combination.microbatches)
-            try:
-                sharding = Sharding(part, decisions)
-                lower(few_microbatches(shortened(sharding.whole, runs_of(sharding.whole)).plan))
-            except (ParaplanError, LookupError, ValueError):
-                return None
-            return sharding
-
-        if (found := there(estimate.prices)) is not None:
-            return found
-        pricer = Pricer(self.job.cluster, self.budget)
-        own = min(
-            self.pricing.priced(combination, [combination]),
-            key=lambda prices: pricer.quick_s(combination, prices.totals, prices.shape),
-            default=None,
-        )
-        return None if own is None else there(own)
-
 
 def search_joint(
-    job: Job,
-    constraints: Constraints,
-    listed: Sequence[Combination],
-    shardings: Shardings,
-    one_stage: OneStage,
-    progress: Callable[[str], None],
-    deadline: Deadline,
-    certify: bool,
-) -> tuple[Plan, ...]:
-    """The fastest plan found, and the others that were made, the faster first.
+    found: JointSearch, listed: Sequence[Combination], one_stage: OneStage, certify: bool
+) -> tuple[Draft, ...]:
+    """The fastest plan found, made, and the others, the faster first.
 
     Args:
-        job: what is planned.
-        constraints: without `pp`; a pinned schedule leaves plans of one stage out.
+        found: the search. Its constraints are without `pp`; a pinned schedule leaves plans of one stage out.
         listed: what is searched.
-        shardings: of stages' devices.
         one_stage: plans without a pipeline.
-        progress: told what is being tried.
-        deadline: after which nothing else is begun, once something was found.
         certify: whether to bound the step of every plan in scope.
     Raises:
         ConstraintError: what is pinned leaves nothing.
         SolverLimitError: nothing that fits was found.
     """
     beside = min(num_cores(), MOST_WORKERS) - 1 if len(listed) > LISTED else 0
-    found = JointSearch(job, constraints, shardings, progress, deadline)
     if not beside:
         return found.found(listed, one_stage, certify)
-    with closing(Workers(beside, pricing_beside, job, constraints, found.budget, deadline)) as found.workers:
+    made_with = found.job, found.constraints, found.budget, found.deadline
+    with closing(Workers(beside, pricing_beside, *made_with)) as found.workers:
         return found.found(listed, one_stage, certify)
 
 
@@ -393,8 +380,3 @@ def _expected_s(estimate: Estimate, longest: tuple[float, int]) -> float:
     """What a pipeline takes to plan, where the one that took longest took so long for so many actions."""
     seconds, actions = longest
     return seconds * max(estimate.combination.num_actions / actions, 1.0) if estimate.combination.pp > 1 else 0.0
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_s

@@ -84,7 +84,7 @@ class MixedCase:
         begun = self.priced(bounds, self._fates(bounds, taken))
         if begun.left_bytes(self.budgets) >= 0 or begun.over_bytes:
             return begun
-        return recomputing(begun, lambda fates: self.priced(bounds, fates), self._options, self.budgets, taken)
+        return recomputing(begun, lambda fates: self._plan(bounds, fates), self._options, self.budgets, taken)
 
     def fits(self, made: Realised) -> bool:
         """Whether no device, and no tier, holds more than it may."""
@@ -118,6 +118,9 @@ class MixedCase:
         Raises:
             InvalidPlanError: a value that several positions read comes back in differing layouts.
         """
+        return realised(self._plan(bounds, activations))
+
+    def _plan(self, bounds: Bounds, activations: Activations) -> Plan:
         program, stages, wholes = self.job.program, list[Stage](), dict[int, Plan]()
         for stage, bound in enumerate(bounds):
             position = self._position_of[stage]
@@ -135,7 +138,7 @@ class MixedCase:
             reducing_bytes=min(self.budgets) // ROOM,
             notes=tuple(notes),
         )
-        return realised(self._scheduled(plan, self.orders))
+        return self._scheduled(plan, self.orders)
 
     def _scheduled(self, plan: Plan, orders: Orders) -> Plan:
         name, meshes = self.pipeline.schedule, [position.mesh for position in self.positions]

@@ -17,6 +17,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.model.program import Program
+from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.passes.grad_reductions import ROOM, WORTH, waiting_less
@@ -130,7 +131,7 @@ class PipelineCase:
         """As little recomputed as fits, gradients being reduced as in a plan that keeps everything."""
         return recomputing(
             kept,
-            lambda fates: self._priced(sharding, bounds, fates, kept.plan.reduce_every),
+            lambda fates: self._plan(sharding, bounds, fates, kept.plan.reduce_every),
             lambda _: sharding.options,
             self.budget,
             taken,
@@ -180,10 +181,13 @@ class PipelineCase:
                 return [made]
         return []
 
-    def _priced(self, sharding: Sharding, bounds: Bounds, activations: Activations = (), every: int = 1) -> Realised:
+    def _priced(self, sharding: Sharding, bounds: Bounds, activations: Activations = ()) -> Realised:
+        return realised(self._plan(sharding, bounds, activations, 1))
+
+    def _plan(self, sharding: Sharding, bounds: Bounds, activations: Activations, every: int) -> Plan:
         whole = assemble(self.part, replace(sharding.decisions, activations=activations))
         whole = msgspec.structs.replace(whole, reduce_every=every, reducing_bytes=self.budget // ROOM)
-        return realised(pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders)))
+        return pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders))
 
 
 def case_of(job: Job, constraints: Constraints) -> PipelineCase:

@@ -13,8 +13,10 @@ otherwise nothing fits).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -32,6 +34,7 @@ from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, 
 from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline import rescheduled
 from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of, of_few_microbatches, taken_s
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
@@ -44,6 +47,8 @@ SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
 TIMES = 2
 """How often: the second time as much less may be held as all microbatches held more the first time."""
+REALISED = 2
+"""Pipelines that are lowered, at least, to decide on one."""
 QUICKER = 0.02
 """What a plan is thought to gain at most once its messages, reductions and products are."""
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
@@ -84,29 +89,45 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
         SolverLimitError: none tried fits, which proves nothing of others; says which rank is over, and by how much.
     """
     found = search_from(job, constraints, shardings, Start())
-    assert isinstance(found, Plan)
-    return found
+    assert isinstance(found, Draft)
+    return found.made()
 
 
-def search_from(job: Job, constraints: Constraints, shardings: Shardings, start: Start) -> Plan | Slower:
-    """As `search_pipeline`, from what is known; `Slower` where that is enough to leave it."""
+def search_from(job: Job, constraints: Constraints, shardings: Shardings, start: Start) -> Draft | Slower:
+    """As `search_pipeline`, from what is known, and not made whole yet; `Slower` where that is enough to leave it."""
     if constraints.schedule == SEARCHED:
-        return _searched(job, constraints, shardings)
+        return Draft.of(_searched(job, constraints, shardings))
+    began_s = time.perf_counter()
     case = case_of(job, constraints)
     few = of_few_microbatches(case)
-    for _ in range(TIMES if few is not None else 0):
-        assert few is not None
-        best = _fastest(few, shardings, start)
-        if isinstance(best, Slower):
-            return best
-        if few.least_s(best) > start.within_s:
-            return Slower(few.least_s(best))
+    best = _fastest(few or case, shardings, start)
+    if isinstance(best, Slower):
+        return best
+    if few is None:
+        return Draft.of(_told(best))
+    least_s = few.least_s(best)
+    if least_s > start.within_s:
+        return Slower(least_s)
+    making_s = (time.perf_counter() - began_s) * case.num_run / few.num_run / REALISED
+    whole = partial(_whole, case, few, best, shardings, start)
+    return Draft(least_s, whole, best.plan, best.peak_bytes, making_s)
+
+
+def _whole(case: PipelineCase, few: PipelineCase, best: Realised, shardings: Shardings, start: Start) -> Plan:
+    """The plan of all microbatches; where they hold more than the first ones, with as much less for those."""
+    start = replace(start, within_s=math.inf)
+    for again in range(TIMES):
+        best = _realised(_fastest(few, shardings, start)) if again else best
         whole = realised(rescheduled(best.plan, case.schedule, holders_of(case.orders)))
         if case.fits(whole):
             return _told(whole)
         few = replace(few, budget=case.budget - max(whole.peak_bytes - best.peak_bytes, 0))
-    found = _fastest(case, shardings, start)
-    return found if isinstance(found, Slower) else _told(found)
+    return _told(_realised(_fastest(case, shardings, start)))
+
+
+def _realised(found: Realised | Slower) -> Realised:
+    assert isinstance(found, Realised)  # nothing is too slow
+    return found
 
 
 def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised | Slower:

@@ -3,8 +3,9 @@
 The stages of a pipeline are short of memory to different degrees, the first most, as it has most microbatches in
 flight. Every position's peak is its own affair: lowering and simulating the pipeline says by how much it is over its
 budget, and divided by the microbatches in flight there that is what its segments must save less. A small integer
-program per position (`recompute.stage.choose`) says how; the pipeline is simulated again until all positions fit.
-Positions that hold the same stages (bidirectional schedules) decide as one, by the one that is over by most.
+program per position (`recompute.stage.choose`) says how, until all positions fit. What a position holds hangs on its
+own segments alone, so that those that changed are lowered, and nothing is simulated before all fit. Positions that hold
+the same stages (bidirectional schedules) decide as one, by the one that is over by most.
 
 Where that took less off the peak than it was to (backwards in two halves keep values between them, made again or not),
 the next round goes by what the last one took off.
@@ -19,15 +20,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Budget, Realised
+from paraplan.cost_models.realised_plan import Budget, Realised, over_budget_bytes, realised
+from paraplan.cost_models.simulator.live_bytes import peak_bytes
 from paraplan.ir.execution.schedule import ActionKind, Schedule, parse_action
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
+from paraplan.lowering import lower_alone
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import choose
 
 ROUNDS = 8
-"""Pipelines simulated before giving up."""
+"""Pipelines looked at before giving up."""
 MARGIN = 0.004
 """Of the budget, what is saved beyond what a pipeline is over, for every one before that was over."""
 LEAST_FLYING = 1 / 8
@@ -36,16 +39,43 @@ LOOSE = 0.01
 """Of the budget, what is left free of a position that recomputed more than it had to from the begin."""
 
 Activations = tuple[dict[str, str], ...]
-Make = Callable[[Activations], Realised]
+PlanOf = Callable[[Activations], Plan]
 Cell = tuple[int, ...]
 """The stages of a position."""
 Options = Sequence[tuple[RematOption, ...]]
 """Per kind, what an instance may do, most bytes saved first."""
 
 
+class _Held:
+    """What the rank classes of a pipeline hold with one choice of activations or another.
+
+    Args:
+        kept: the pipeline with some.
+    """
+
+    def __init__(self, kept: Realised) -> None:
+        held = holdings(kept.plan)
+        self._cell_of = {
+            actions: held[group_of_class(kept.plan, held, actions)].stages for actions in kept.plan.schedule.classes
+        }
+        self._known: dict[object, int] = {}
+
+    def peaks(self, plan: Plan, fates: Activations) -> tuple[int, ...]:
+        """Per rank class of the plan with these activations, per segment, the most bytes alive."""
+        classes = plan.schedule.classes
+        keys = {actions: (actions, self._own(plan, fates, self._cell_of[actions])) for actions in classes}
+        for actions, program in lower_alone(plan, [a for a in classes if keys[a] not in self._known]).items():
+            self._known[keys[actions]] = peak_bytes(program)
+        return tuple(self._known[keys[actions]] for actions in classes)
+
+    def _own(self, plan: Plan, fates: Activations, cell: Cell) -> tuple[tuple[tuple[str, str], ...], ...]:
+        own = [fates[plan.stages[stage].first : plan.stages[stage].stop] for stage in cell]
+        return tuple(tuple(each.items()) for here in own for each in here)
+
+
 def recomputing(
     kept: Realised,
-    make: Make,
+    plan_of: PlanOf,
     options_of: Callable[[Cell], Options],
     budget: Budget,
     begun: Sequence[int] = (),
@@ -54,47 +84,86 @@ def recomputing(
 
     Args:
         kept: a pipeline that keeps everything, or recomputes what `begun` says.
-        make: simulates the same pipeline with other activations, per segment.
+        plan_of: the same pipeline with other activations, per segment.
         options_of: what a position's segments may do.
         budget: what devices may hold.
         begun: per segment, the option it takes already; () for the first of each. Where some position is over then,
             those that have room take less.
     """
-    program, stages = kept.plan.program, kept.plan.stages
-    segments = {cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept.plan)}
-    taken = dict(enumerate(begun or [0] * len(program.segments)))
-    options_at = {i: options_of(cell)[program.segments[i].kind] for cell, here in segments.items() for i in here}
-    made = least = kept
-    held_bytes = _budgets(kept, budget)
-    flying = {cell: in_flight(kept.plan.schedule, cell) for cell in segments}
-    worth, lessened = dict(flying), dict[Cell, tuple[float, float]]()
+    taking = _Taking(kept, options_of, budget, begun)
+    held, peaks, plan = _Held(kept), kept.simulation.peak_bytes, kept.plan
+    least: tuple[int, Realised | Plan] = (kept.left_bytes(budget), kept)
     for round_ in range(ROUNDS):
-        over = _over(made, budget)
-        for cell, (was_over, less_saved) in lessened.items():
-            took = (was_over - over[cell]) / less_saved
-            worth[cell] = min(max(took, LEAST_FLYING * flying[cell]), flying[cell])
-        lessened.clear()
+        over = _over(plan, peaks, budget)
         if max(over.values()) <= 0:
-            return made
-        before = dict(taken)
-        for cell, excess in over.items():
-            here = segments[cell]
-            loosened = begun and not round_ and excess < -LOOSE * held_bytes[cell] and any(taken[i] for i in here)
-            if excess > 0 or loosened:
-                saved = sum(options_at[i][taken[i]].saved_bytes for i in here)
-                allowed = saved - (excess + (LOOSE if loosened else round_ * MARGIN) * held_bytes[cell]) / worth[cell]
-                part = msgspec.structs.replace(program, segments=tuple(program.segments[i] for i in here))
-                chosen = choose(part, options_of(cell), allowed)
-                leanest = [len(options_at[i]) - 1 for i in here]
-                taken |= dict(zip(here, leanest if chosen is None else chosen, strict=True))
-                less = saved - sum(options_at[i][taken[i]].saved_bytes for i in here)
-                if less > 0:
-                    lessened[cell] = excess, less
-        if taken == before:
+            made = kept if plan is kept.plan else realised(plan)
+            over = _over(plan, made.simulation.peak_bytes, budget)  # receives may be elsewhere
+            if max(over.values()) <= 0:
+                return made
+        fates = taking.less(over, round_)
+        if fates is None:
             break
-        made = make(tuple(options_at[i][taken[i]].activations for i in sorted(taken)))
-        least = max(least, made, key=lambda each: each.left_bytes(budget))
-    return made if made.left_bytes(budget) >= 0 else least
+        plan = plan_of(fates)
+        peaks = held.peaks(plan, fates)
+        least = max(least, (-max(over_budget_bytes(plan, peaks, budget)), plan), key=lambda each: each[0])
+    closest = least[1]
+    return realised(closest) if isinstance(closest, Plan) else closest
+
+
+class _Taking:
+    """Which option every segment takes, round by round.
+
+    Args:
+        kept, options_of, budget, begun: see `recomputing`.
+    """
+
+    def __init__(
+        self, kept: Realised, options_of: Callable[[Cell], Options], budget: Budget, begun: Sequence[int]
+    ) -> None:
+        self.program, stages = kept.plan.program, kept.plan.stages
+        self.segments = {
+            cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept.plan)
+        }
+        self.options_of, self.begun, self.held_bytes = options_of, begun, _budgets(kept, budget)
+        self.options_at = {
+            i: options_of(cell)[self.program.segments[i].kind] for cell, here in self.segments.items() for i in here
+        }
+        self.taken = dict(enumerate(begun or [0] * len(self.program.segments)))
+        self.flying = {cell: in_flight(kept.plan.schedule, cell) for cell in self.segments}
+        self.worth = dict(self.flying)
+        self.lessened: dict[Cell, tuple[float, float]] = {}
+
+    def less(self, over: dict[Cell, float], round_: int) -> Activations | None:
+        """Per segment its activations, where positions are over by this many bytes, less saved where they are; None
+        where nothing else can be taken."""
+        for cell, (was_over, less_saved) in self.lessened.items():
+            took = (was_over - over[cell]) / less_saved
+            self.worth[cell] = min(max(took, LEAST_FLYING * self.flying[cell]), self.flying[cell])
+        self.lessened.clear()
+        before = dict(self.taken)
+        for cell, excess in over.items():
+            room = -excess > LOOSE * self.held_bytes[cell] and any(self.taken[i] for i in self.segments[cell])
+            if excess > 0:
+                self._take(cell, excess, excess + round_ * MARGIN * self.held_bytes[cell])
+            elif self.begun and not round_ and room:
+                self._take(cell, excess, excess + LOOSE * self.held_bytes[cell])
+        if self.taken == before:
+            return None
+        return tuple(self.options_at[i][self.taken[i]].activations for i in sorted(self.taken))
+
+    def _take(self, cell: Cell, excess: float, less_bytes: float) -> None:
+        """Have a position that is over by `excess` hold so many bytes less."""
+        here = self.segments[cell]
+        saved = self._saved(here)
+        part = msgspec.structs.replace(self.program, segments=tuple(self.program.segments[i] for i in here))
+        chosen = choose(part, self.options_of(cell), saved - less_bytes / self.worth[cell])
+        leanest = [len(self.options_at[i]) - 1 for i in here]
+        self.taken |= dict(zip(here, leanest if chosen is None else chosen, strict=True))
+        if (less := saved - self._saved(here)) > 0:
+            self.lessened[cell] = excess, less
+
+    def _saved(self, here: Sequence[int]) -> int:
+        return sum(self.options_at[i][self.taken[i]].saved_bytes for i in here)
 
 
 def in_flight(schedule: Schedule, stages: Sequence[int]) -> float:
@@ -115,11 +184,11 @@ def _cells(plan: Plan) -> list[Cell]:
     return list(dict.fromkeys(holding.stages for holding in holdings(plan)))
 
 
-def _over(made: Realised, budget: Budget) -> dict[Cell, float]:
+def _over(plan: Plan, peaks: Sequence[int], budget: Budget) -> dict[Cell, float]:
     """Per position, the bytes its fullest ranks are over the budget; of positions with the same stages, the most."""
-    plan, found = made.plan, dict[Cell, float]()
+    found = dict[Cell, float]()
     held = holdings(plan)
-    for actions, over in zip(plan.schedule.classes, made.over_budget_bytes(budget), strict=True):
+    for actions, over in zip(plan.schedule.classes, over_budget_bytes(plan, tuple(peaks), budget), strict=True):
         cell = held[group_of_class(plan, held, actions)].stages
         found[cell] = max(found.get(cell, -math.inf), over)
     return {cell: found[cell] for cell in _cells(plan)}

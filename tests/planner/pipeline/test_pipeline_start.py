@@ -10,6 +10,7 @@ import msgspec
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_case import case_of, of_few_microbatches
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from, search_pipeline
@@ -26,8 +27,15 @@ def _choose(job: Job, constraints: Constraints, kept: float | None, known: objec
     return choose(job, mesh, constraints.microbatches or 1, constraints, LIMITS, kept)
 
 
-def _step_s(plan: Plan | Slower) -> float:
-    assert isinstance(plan, Plan) and plan.prediction is not None
+def _made(found: Draft | Slower) -> Plan:
+    assert isinstance(found, Draft)
+    plan = found.made()
+    assert plan.prediction is not None and found.step_s == plan.prediction.step_s
+    return plan
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
     return plan.prediction.step_s
 
 
@@ -37,10 +45,21 @@ def test_a_slower_pipeline_is_left_and_a_faster_one_is_not() -> None:
     case = case_of(job, PINS)
     first = shardings.get(case.part, case.inner)
     started = partial(search_from, job, PINS, shardings)
-    assert _step_s(started(Start(first))) == whole_s
-    assert _step_s(started(Start(first, within_s=1.001 * whole_s))) == whole_s
+    assert _step_s(_made(started(Start(first)))) == whole_s
+    assert _step_s(_made(started(Start(first, within_s=1.001 * whole_s)))) == whole_s
     left = started(Start(first, within_s=0.5 * whole_s))
     assert isinstance(left, Slower) and 0.5 * whole_s < left.step_s <= whole_s
+
+
+def test_a_draft_says_what_its_plan_takes_at_least_and_holds() -> None:
+    job, shardings = zoo_job("gpt2", 4), Shardings(_choose)
+    pins = msgspec.structs.replace(PINS, schedule="1f1b")
+    draft = search_from(job, pins, shardings, Start())
+    assert isinstance(draft, Draft) and draft.plan is None and draft.sample.num_microbatches == 8
+    least_s, peak = draft.step_s, draft.peak_bytes
+    plan = draft.noted(("a note",), ()).made()
+    assert plan.notes[-1] == "a note" and 0.8 * _step_s(plan) < least_s <= _step_s(plan)
+    assert plan.prediction is not None and max(plan.prediction.peak_bytes) == peak
 
 
 def test_first_microbatches_say_what_all_take_at_least() -> None:
@@ -64,9 +83,9 @@ def test_recomputation_begun_with_is_kept_or_goes_on_until_it_fits() -> None:
     case = case_of(job, pins)
     first = shardings.get(case.part, case.inner)
     most = tuple(len(first.options[segment.kind]) - 1 for segment in job.program.segments)
-    plain = search_from(job, pins, shardings, Start(first))
+    plain = _made(search_from(job, pins, shardings, Start(first)))
     for taken in (most, tuple(min(1, each) for each in most)):
-        found = search_from(job, pins, shardings, Start(first, taken, math.inf))
-        assert isinstance(found, Plan) and found.prediction is not None
+        found = _made(search_from(job, pins, shardings, Start(first, taken, math.inf)))
+        assert found.prediction is not None
         assert max(found.prediction.peak_bytes) <= budget
         assert _step_s(found) <= 1.5 * _step_s(plain)

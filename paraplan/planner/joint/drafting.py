@@ -1,0 +1,109 @@
+"""A pipeline from its estimate: in the sharding that was priced, its stages cut and recomputing as was estimated.
+
+Where allocators would reserve more for it than there is, it is estimated and planned again for as many bytes alive as
+would do if as large a share of what is reserved were alive.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from paraplan.ir.errors import ConstraintError, ParaplanError, SolverLimitError
+from paraplan.ir.sizes import say_size
+from paraplan.lowering import lower
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.joint.estimate import Estimate, Pricer
+from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
+from paraplan.planner.pipeline.shorten import runs_of, shortened
+from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
+from paraplan.planner.pipeline.stage_sharding import Shardings
+
+ROUNDS = 4
+"""How often a pipeline is planned, each time for fewer bytes."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Plans estimates.
+
+    Attributes:
+        pricing: of positions.
+        shardings: of stages' devices, where a priced one does not fit.
+        reserves: whether allocators have to have room.
+    """
+
+    pricing: Pricing
+    shardings: Shardings
+    reserves: bool
+
+    def pins(self, estimate: Estimate) -> Constraints:
+        """An estimate's combination as constraints have it, with its stages where the usual ones are others."""
+        pinned = estimate.combination.pinned(self.pricing.constraints)
+        if estimate.combination.pp > 1 and (estimate.combination.each > 1 or estimate.is_recut):
+            pinned = msgspec.structs.replace(pinned, stages=estimate.bounds)
+        return pinned
+
+    def drafted(self, estimate: Estimate, within_s: float) -> Draft | Slower:
+        """The pipeline of an estimate.
+
+        Args:
+            estimate: see there.
+            within_s: the step of a plan known: where this one's cannot be shorter, it is left.
+        Raises:
+            ConstraintError: what is pinned contradicts it.
+            SolverLimitError: it does not fit.
+        """
+        job, budget, pins = self.pricing.job, self.pricing.budget, self.pins(estimate)
+        check_constraints(pins, job.cluster.num_devices)
+        sharding, is_only = self._sharding(estimate), math.isfinite(estimate.step_s)
+        for _ in range(ROUNDS):
+            start = Start(sharding, estimate.taken, within_s, is_only)
+            found = search_from(job, pins, self.shardings, start)
+            if isinstance(found, Slower) or not self.reserves or estimate.combination.pp == 1 or sharding is None:
+                return found
+            if (needed := found.needed_bytes) <= budget:
+                return found
+            allowed = found.peak_bytes * budget // needed
+            pricer, shape = Pricer(job.cluster, allowed), sharding.decisions.mesh.shape
+            fewer = pricer.estimate(estimate.combination, sharding.prices, shape)
+            if fewer is None or math.isinf(fewer.step_s):
+                break
+            estimate = fewer
+            pins = msgspec.structs.replace(self.pins(estimate), memory_bytes=allowed)
+        raise SolverLimitError(
+            f"it fits by the bytes alive, but {say_size(needed)} would be reserved, of {say_size(budget)}"
+        )
+
+    def _sharding(self, estimate: Estimate) -> Sharding | None:
+        """The priced sharding on the combination's own mesh; where its dims do not divide there, the one of that mesh
+        which comes to least; None where there is none."""
+        combination = estimate.combination
+        try:
+            part, _, mesh = self.pricing.position(combination)
+        except ConstraintError:
+            return None
+
+        def there(prices: StagePrices) -> Sharding | None:
+            decisions = replace(prices.sharding.decisions, mesh=mesh, num_microbatches=combination.microbatches)
+            try:
+                sharding = Sharding(part, decisions)
+                lower(few_microbatches(shortened(sharding.whole, runs_of(sharding.whole)).plan))
+            except (ParaplanError, LookupError, ValueError):
+                return None
+            return sharding
+
+        if (found := there(estimate.prices)) is not None:
+            return found
+        pricer = Pricer(self.pricing.job.cluster, self.pricing.budget)
+        own = min(
+            self.pricing.priced(combination, [combination]),
+            key=lambda prices: pricer.quick_s(combination, prices.totals, prices.shape),
+            default=None,
+        )
+        return None if own is None else there(own)

@@ -1,0 +1,79 @@
+"""A pipeline that was planned for its first microbatches, and is made whole when it is asked for.
+
+Lowering and simulating all microbatches of a pipeline takes several times what deciding on it takes. Which of some
+pipelines is the fastest seldom hangs on it: the first microbatches say what all of them take at least, and that is near
+what they take, since a full pipeline's busiest rank hardly waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from paraplan.cost_models.predict import reserved_of
+from paraplan.ir.plan import Plan, Prediction, Tried
+from paraplan.lowering import lower
+
+
+@dataclass
+class Draft:
+    """A plan, or what is to become one.
+
+    Attributes:
+        step_s: of the plan; not made yet, no more than that.
+        make: the plan, with its prediction.
+        sample: the plan of the first microbatches, which holds as much; that of all where there is no other.
+        peak_bytes: the most a rank holds of it.
+        making_s: what making the plan is thought to take.
+        plan: once it is made.
+    """
+
+    step_s: float
+    make: Callable[[], Plan]
+    sample: Plan
+    peak_bytes: int
+    making_s: float = 0.0
+    plan: Plan | None = None
+
+    @staticmethod
+    def of(plan: Plan) -> Draft:
+        """One that is made."""
+        found = _predicted(plan)
+        return Draft(found.step_s, lambda: plan, plan, max(found.peak_bytes), plan=plan)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most any rank's allocator reserves; where devices have none that caches, the most alive."""
+        return max(reserved_of(self.sample, lower(self.sample)), default=self.peak_bytes)
+
+    @property
+    def cut(self) -> list[tuple[int, int]]:
+        """Per stage, its segments [first, stop)."""
+        return [(stage.first, stage.stop) for stage in self.sample.stages]
+
+    def made(self) -> Plan:
+        """The plan.
+
+        Raises:
+            ConstraintError, NoPlanError: all microbatches do not fit where the first ones do.
+        """
+        if self.plan is None:
+            self.plan = self.make()
+            self.step_s = _predicted(self.plan).step_s
+        return self.plan
+
+    def noted(self, notes: tuple[str, ...], tried: tuple[Tried, ...]) -> Draft:
+        """The same with more notes, and what a search tried, for its plan."""
+
+        def noted(plan: Plan) -> Plan:
+            return msgspec.structs.replace(plan, notes=(*plan.notes, *notes), tried=tried or plan.tried)
+
+        plan = None if self.plan is None else noted(self.plan)
+        return replace(self, make=lambda: noted(self.made()), plan=plan)
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.prediction is not None
+    return plan.prediction
