@@ -29,6 +29,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.fits import needed_bytes, search_room
+from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.report.explain import verdict
@@ -163,7 +164,7 @@ def test_another_plan_of_the_search_has_room(monkeypatch: pytest.MonkeyPatch) ->
 
     def searched(job: Job, constraints: Constraints, *_: object, **__: object) -> BestPlan:
         if constraints.memory_bytes is None:
-            return BestPlan(first, 0.0, 0.0, (first, *sorted(others, key=_step_s)))
+            return BestPlan(first, 0.0, 0.0, tuple(map(Draft.of, (first, *sorted(others, key=_step_s)))))
         raise SolverLimitError("nothing fits")
 
     monkeypatch.setattr(room_module, "find", searched)
@@ -191,7 +192,7 @@ def test_no_plan_has_room_as_reserved() -> None:
 def test_a_mesh_that_was_open_is_kept_where_it_can_be() -> None:
     told_of: list[str] = []
     memory = int(1.2 * roomy_peak())
-    found = search_room(job(memory), Constraints(recompute="none", microbatches=1), progress=told_of.append).plan
+    found = search_room(job(memory), Constraints(pp=1, recompute="none", microbatches=1), progress=told_of.append).plan
     assert needed_bytes(found) <= memory
     again = next(at for at, text in enumerate(told_of) if "planning for less" in text)
     assert {text for text in told_of[again:] if text.startswith("mesh")} == {"mesh axis0=2, 1 microbatch"}
@@ -222,10 +223,10 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     tight = job(int(0.85 * roomy_peak()))
     with pytest.raises(SolverLimitError, match=r"the time limit of 10 s ran out"):
         search_room(tight, Constraints(**PINS), time_limit_s=10.0)
-    assert given[:3] == [6.0, 2.0, 2.0] and len(given) <= 4  # a fifth each at least, however late
+    assert given[:3] == [7.0, 2.0, 2.0] and len(given) <= 4  # a fifth each at least, however late
     given.clear()
     found = search_room(job(1 << 40), Constraints(**PINS), time_limit_s=10.0)
-    assert given == [6.0] and not any("ran out" in note for note in found.plan.notes)
+    assert given == [7.0] and not any("ran out" in note for note in found.plan.notes)
 
 
 def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

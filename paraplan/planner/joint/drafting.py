@@ -7,15 +7,17 @@ would do if as large a share of what is reserved were alive.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, ParaplanError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError, SolverLimitError
 from paraplan.ir.sizes import say_size
 from paraplan.lowering import lower
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.pipeline.draft import Draft
@@ -26,6 +28,8 @@ from paraplan.planner.pipeline.stage_sharding import Shardings
 
 ROUNDS = 4
 """How often a pipeline is planned, each time for fewer bytes."""
+LEANER = 2.0
+"""Times what a pipeline's fullest device is over, what a sharding is to keep less on every one."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,9 @@ class Drafting:
         """
         job, budget, pins = self.pricing.job, self.pricing.budget, self.pins(estimate)
         check_constraints(pins, job.cluster.num_devices)
-        sharding, is_only = self._sharding(estimate), math.isfinite(estimate.step_s)
+        is_only = math.isfinite(estimate.step_s)
         for _ in range(ROUNDS):
+            sharding = self._sharding(estimate)
             start = Start(sharding, estimate.taken, within_s, is_only)
             found = search_from(job, pins, self.shardings, start)
             if isinstance(found, Slower) or not self.reserves or estimate.combination.pp == 1 or sharding is None:
@@ -70,15 +75,28 @@ class Drafting:
             if (needed := found.needed_bytes) <= budget:
                 return found
             allowed = found.peak_bytes * budget // needed
-            pricer, shape = Pricer(job.cluster, allowed), sharding.decisions.mesh.shape
-            fewer = pricer.estimate(estimate.combination, sharding.prices, shape)
-            if fewer is None or math.isinf(fewer.step_s):
+            fewer = self._estimated(estimate.combination, allowed, sharding, found.peak_bytes - allowed)
+            if fewer is None:
                 break
-            estimate = fewer
-            pins = msgspec.structs.replace(self.pins(estimate), memory_bytes=allowed)
+            estimate, pins = fewer, msgspec.structs.replace(self.pins(fewer), memory_bytes=allowed)
         raise SolverLimitError(
             f"it fits by the bytes alive, but {say_size(needed)} would be reserved, of {say_size(budget)}"
         )
+
+    def _estimated(self, combination: Combination, budget: int, sharding: Sharding, less_bytes: int) -> Estimate | None:
+        """What a combination comes to within so many bytes, in the sharding where that is least: of those priced, and
+        of one that keeps more than so many bytes less on a device than the last one; None where it fits in none."""
+        known = list(self.pricing.of(combination))
+        shape = sharding.decisions.mesh.shape
+        kept = sharding.prices.kept_bytes(shape) - LEANER * combination.pp * less_bytes
+        with suppress(NoPlanError):
+            known.append(self.pricing.leaner(combination, kept))
+        pricer = Pricer(self.pricing.job.cluster, budget)
+        found = [
+            pricer.estimate(combination, prices, self.pricing.mesh_shape(combination, prices.shape)) for prices in known
+        ]
+        fitting = [each for each in found if each is not None and math.isfinite(each.step_s)]
+        return min(fitting, key=lambda each: each.rank, default=None)
 
     def _sharding(self, estimate: Estimate) -> Sharding | None:
         """The priced sharding on the combination's own mesh; where its dims do not divide there, the one of that mesh

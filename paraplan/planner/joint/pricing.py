@@ -35,7 +35,7 @@ from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices
 from paraplan.planner.pipeline.stage_totals import Totals
 from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.sharding.solve import SolveLimits
+from paraplan.planner.sharding.solve import SolveLimits, choose
 
 Kind = tuple[tuple[int, ...], int, bool, float]
 """Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, whether its first
@@ -52,6 +52,8 @@ BATCH = 4
 """Kinds priced with what was known before the first of them."""
 GAP = 1e-2
 """Of the work of a sharding that is priced, what it may be above the least."""
+LEAN_GAP = 2e-2
+"""Likewise of one that is to keep no more than so much."""
 USUAL = 16
 """Microbatches, or near as many, at which shardings are chosen: what a step does once does not count for more than in
 a pipeline, where it goes on beside other microbatches."""
@@ -220,6 +222,18 @@ class Pricing:
             if not leaner or each.kept_bytes(each.shape) < leaner[-1].kept_bytes(leaner[-1].shape):
                 leaner.append(each)
         return tuple(leaner)
+
+    def leaner(self, combination: Combination, kept_bytes: float) -> StagePrices:
+        """The prices of a sharding of least work that keeps no more than so much of the whole model on a position.
+
+        Raises:
+            NoPlanError: there is none, or none was found in time.
+        """
+        part, inner, mesh = self.position(combination)
+        limits = SolveLimits(
+            time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=LEAN_GAP, certify=False
+        )
+        return Sharding(part, choose(part, mesh, combination.microbatches, inner, limits, kept_bytes)).prices
 
     def position(self, combination: Combination) -> tuple[Job, Constraints, Mesh]:
         """The job on one position's devices, what is pinned there, and the mesh.

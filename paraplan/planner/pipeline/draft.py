@@ -1,8 +1,8 @@
 """A pipeline that was planned for its first microbatches, and is made whole when it is asked for.
 
 Lowering and simulating all microbatches of a pipeline takes several times what deciding on it takes. Which of some
-pipelines is the fastest seldom hangs on it: the first microbatches say what all of them take at least, and that is near
-what they take, since a full pipeline's busiest rank hardly waits.
+pipelines is the fastest seldom hangs on it: the first microbatches say nearly what all of them take, since a full
+pipeline goes on as it does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Draft:
     """A plan, or what is to become one.
 
     Attributes:
-        step_s: of the plan; not made yet, no more than that.
+        step_s: of the plan; of one that is not made yet, what it hardly takes less than.
         make: the plan, with its prediction.
         sample: the plan of the first microbatches, which holds as much; that of all where there is no other.
         peak_bytes: the most a rank holds of it.

@@ -6,6 +6,7 @@ those of all microbatches do, and are compared in a fraction of the time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ import msgspec
 
 from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.execution.schedule import Schedule
+from paraplan.ir.execution.schedule import ActionKind, Schedule, parse_action
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
@@ -42,6 +43,9 @@ CUTS = 4
 """Cuts by memory simulated before giving up."""
 ONCE = 0.02
 """Of what a rank computes in a step, what is not for its microbatches at most."""
+OFF = 0.02
+"""How far all microbatches may be below what the first ones and their rounds come to; of few positions it has been
+twice as much."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,35 @@ class PipelineCase:
         return made.peak_bytes <= self.budget and not made.over_bytes
 
     def least_s(self, made: Realised) -> float:
-        """What all microbatches take at least, where the first take this: the busiest rank computes every one."""
+        """What all microbatches hardly take less than, where the first take this: the busiest rank computes every one,
+        and once a pipeline is full, its backwards follow each other as they do here."""
         busiest_s = max(trace.compute_s for trace in made.simulation.traces)
-        more = (self.inner.microbatches or 1) / self.num_run - 1
-        return made.simulation.step_s + more * (1 - ONCE) * busiest_s
+        more = (self.inner.microbatches or 1) - self.num_run
+        least_s = made.simulation.step_s + more * (1 - ONCE) * busiest_s / self.num_run
+        nearly_s = made.simulation.step_s + more * self._round_s(made)
+        return max(least_s, (1 - OFF) * nearly_s)
+
+    def _round_s(self, made: Realised) -> float:
+        """What a microbatch takes in a full pipeline: between the backwards of those that are as many as positions
+        apart, or nearly, on the rank where that is longest."""
+        if self.num_run < FILLED * self.positions or self.positions == 1:
+            return 0.0
+        stop = self.num_run - self.positions - 1
+        first, found = max(stop - self.positions, 0), 0.0
+        for program, trace in zip(made.programs, made.simulation.traces, strict=True):
+            ends = {program.steps[point.step].action: point.end_s for point in trace.memory}
+            backwards = {
+                (action.stage, action.microbatch): end_s
+                for action, end_s in ((parse_action(text), end_s) for text, end_s in ends.items())
+                if action.kind in (ActionKind.B, ActionKind.I)
+            }
+            apart = [
+                end_s - backwards.get((stage, first), math.inf)
+                for (stage, microbatch), end_s in backwards.items()
+                if microbatch == stop
+            ]
+            found = max(found, *(each / (stop - first) for each in apart), 0.0)
+        return found
 
     def begun(self, sharding: Sharding, taken: Sequence[int]) -> Realised:
         """A plan with a sharding whose segments recompute what they are thought to have to: per segment the number of

@@ -41,6 +41,24 @@ def test_work_is_shared() -> None:
     assert len({pid for _, pid in found}) == 2
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_an_answer_is_waited_for_when_it_is_asked_for(count: int) -> None:
+    with _workers(count) as workers:
+        answer = workers.begin(slow, (7,), base(100))
+        assert workers.map(added, [(n,) for n in range(5)], base(100)) == [100 + n for n in range(5)]
+        number, pid = answer()
+        assert number == 107 and (pid == os.getpid()) is (count == 0)
+        assert workers.begin(added, (1,), base(100))() == 101, "who has answered is free again"
+
+
+def test_an_answer_of_a_dead_process_is_made_here() -> None:
+    with _workers(1) as workers:
+        assert workers.begin(ends_elsewhere, (os.getpid(),), base(100))() == os.getpid()
+        assert workers.lost == 1
+        with pytest.raises(ConstraintError, match="not 7"):
+            workers.begin(refused, (7,), base(100))()
+
+
 def test_what_a_dead_process_had_is_done_here() -> None:
     with _workers(2) as workers:
         here = os.getpid()

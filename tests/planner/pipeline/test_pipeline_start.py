@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 
 import msgspec
+import pytest
+import torch
+from torch import nn
 
-from paraplan.ir.plan import Plan
+from paraplan.capture import capture
+from paraplan.cost_models.simulator.live_bytes import peak_bytes
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.lowering import lower, lower_alone
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.draft import Draft
@@ -72,6 +79,38 @@ def test_first_microbatches_say_what_all_take_at_least() -> None:
     whole = case.begun(sharding, ())
     assert 0.8 * whole.simulation.step_s < few.least_s(few.begun(sharding, ())) <= whole.simulation.step_s
     assert case.least_s(whole) == whole.simulation.step_s
+
+
+@cache
+def _many() -> Job:
+    """Eight blocks on a batch of 48, on four processes."""
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
+    program = capture(
+        nn.Sequential(*blocks), {"input": torch.zeros(48, 64)}, loss_fn=lambda out, _: out.square().mean()
+    )
+    return Job(program, ClusterSpec.local(4), OPTIMIZERS["adamw"], ModelRef(display="blocks"), {})
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 12), ("1f1b", 48), ("interleaved", 48), ("zb-v", 24)])
+def test_rounds_of_a_full_pipeline_say_what_all_microbatches_take(schedule: str, count: int) -> None:
+    pins = msgspec.structs.replace(PINS, schedule=schedule, microbatches=count)
+    draft = search_from(_many(), pins, Shardings(_choose), Start())
+    assert isinstance(draft, Draft) and draft.plan is None
+    least_s = draft.step_s
+    assert 0.92 * _step_s(draft.made()) <= least_s <= 1.05 * _step_s(draft.made()), "rounds of two or of six"
+
+
+def test_classes_lowered_alone_hold_what_they_hold_beside_others() -> None:
+    job, shardings = zoo_job("gpt2", 4), Shardings(_choose)
+    for schedule in ("1f1b", "interleaved", "zb-v"):
+        plan = search_pipeline(job, msgspec.structs.replace(PINS, schedule=schedule), shardings)
+        assert plan.prediction is not None
+        classes = plan.schedule.classes
+        for actions, peak in zip(classes, plan.prediction.peak_bytes, strict=True):
+            (program,) = lower_alone(plan, [actions]).values()
+            assert peak_bytes(program) == peak
+        assert lower(plan) is lower(msgspec.structs.replace(plan, notes=("another",)))
+        assert lower(plan) is not lower(msgspec.structs.replace(plan, bundle_bytes=0))
 
 
 def test_recomputation_begun_with_is_kept_or_goes_on_until_it_fits() -> None:
