@@ -101,7 +101,10 @@ _split = SESSION.cached(64)(_Split)
 def _over_groupings(cost: Floats, messages: Sequence[Floats], mine: int = -1, rest: Floats | float = 0.0) -> Floats:
     """[have] the least that readers cost, messages taken away, or, `rest` being what else each layout of the source
     costs, [want] the least of all given the layout of one reader."""
-    count, split = len(messages), _split(len(messages), mine)
+    count = len(messages)
+    if count == 2:
+        return _over_two(cost, messages, mine, rest)
+    split = _split(count, mine)
     sums = np.empty((split.size, cost.shape[1]))
     for reader, message in enumerate(messages):
         sums[reader] = message
@@ -122,6 +125,17 @@ def _over_groupings(cost: Floats, messages: Sequence[Floats], mine: int = -1, re
     if mine < 0:
         return np.asarray(found[0])
     return np.asarray(np.minimum.reduce((cost - sums[split.own, None]) + np.array(found)[:, :, None], axis=(0, 1)))
+
+
+def _over_two(cost: Floats, messages: Sequence[Floats], mine: int, rest: Floats | float) -> Floats:
+    """`_over_groupings` of two readers, who ask for two layouts or for one: the usual case, without its tables."""
+    together = messages[0] + messages[1]
+    if mine < 0:
+        least = [np.minimum.reduce(cost - message, axis=1) for message in (*messages, together)]
+        return np.minimum(rest + least[0] + least[1], rest + least[2])
+    apart = rest + np.minimum.reduce(cost - messages[1 - mine], axis=1)
+    ways = np.minimum((cost - messages[mine]) + apart[:, None], (cost - together) + np.asarray(rest)[:, None])
+    return np.asarray(np.minimum.reduce(ways, axis=0))
 
 
 class _Factor:
