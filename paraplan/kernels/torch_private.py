@@ -35,6 +35,8 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from paraplan.ir.process.memo import SESSION
+
 __all__ = [
     "BatchNorm",
     "COMPILED",
@@ -245,7 +247,7 @@ def composites_known() -> Iterator[None]:
 _Tables = tuple[dict[Any, Any], Any]
 """Of an op: its kernels in Python, and how a fake mode runs it."""
 
-_WHOLE: dict[OpOverload, tuple[_Tables, _Tables]] = {}
+_WHOLE: dict[OpOverload, tuple[_Tables, _Tables]] = SESSION.owned("kernels.torch_private.whole", {})
 """Tables as they were, and as they are where the op is kept whole."""
 
 
