@@ -257,7 +257,7 @@ def test_what_is_read_in_several_places_gets_its_gradient_in_one_layout(
     batch = {"x": torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))}
     program = capture(Remembering().double(), batch, precision="fp64")
     ones = [
-        whole_input_grads(search(job_of(program, size), Constraints(tp=size, pp=1, microbatches=2)).plan)
+        whole_input_grads(search(job_of(program, size), Constraints(tp=size, pp=1, microbatches=2), certify=False).plan)
         for size in sizes
     ]
     bounds = list(itertools.pairwise((0, *points, len(program.segments))))
