@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks.zoo import build
 from paraplan import api
+from paraplan.baselines.planners import choosing
 from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.machine.cluster import ClusterSpec
@@ -57,20 +58,28 @@ def _file(name: str) -> Path | None:
 _CAPTURED: dict[object, Any] = {}
 
 
-def compiled(model: nn.Module, cluster: str, **options: Any) -> api.Plan:
-    """`paraplan.compile`, all models of a class being equal: what differs in their plans alone is captured once."""
+def compiled(model: nn.Module, cluster: str, certify: bool = False, alike: bool = True, **options: Any) -> api.Plan:
+    """`paraplan.compile`: what differs in the plans of a model alone is captured once.
+
+    Args:
+        model, cluster, options: as of `compile`.
+        certify: whether a bound of the step is looked for.
+        alike: whether all models of its class are equal; else it is itself given again and again.
+    """
     captured = api._captured
 
     def known(given: nn.Module, asked: Any, apart: int) -> Any:
         inputs = {name: (x.shape, x.dtype) for name, x in asked.example_inputs.items()}
         asks = (asked.precision, asked.loss, asked.batch_dims, asked.dynamic, apart)
-        key = (type(given), given.training, str(inputs), asked.loss_fn, *map(repr, asks))
+        key = (type(given) if alike else given, given.training, str(inputs), asked.loss_fn, *map(repr, asks))
         if key not in _CAPTURED:
             _CAPTURED[key] = captured(given, asked, apart)
         return _CAPTURED[key]
 
+    room = choosing.search_room
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(api, "_captured", known)
+        patched.setattr(choosing, "search_room", lambda *asked: room(*asked[:4], certify))
         return api.compile(model, cluster, **options)
 
 

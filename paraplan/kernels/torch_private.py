@@ -20,9 +20,12 @@ from torch._C import (
     _dispatch_has_kernel_for_dispatch_key,
     _FunctionBase,
 )
+from torch._export import utils as _export_utils
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
+from torch.export import exported_program as _exported_program
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
@@ -32,6 +35,8 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from paraplan.ir.process.memo import SESSION
+
 __all__ = [
     "BatchNorm",
     "COMPILED",
@@ -40,6 +45,7 @@ __all__ = [
     "TorchDispatchMode",
     "assert_async",
     "call_within",
+    "composites_known",
     "fake_mode",
     "functions_applied_by",
     "global_hook",
@@ -200,3 +206,66 @@ def functions_applied_by(apply: Callable[..., object]) -> Iterator[None]:
         yield
     finally:
         del _SingleLevelFunction.apply
+
+
+@contextmanager
+def composites_known() -> Iterator[None]:
+    """Under it, `run_decompositions` makes the tables that keep composite ops whole once a process, and lists these ops
+    once a call: else both take longer than the export of a small model."""
+    utils, program = _export_utils, _exported_program
+    listed, listing = program._collect_all_valid_cia_ops, utils._materialize_cpp_cia_ops
+    kept = program._override_composite_implicit_decomp
+
+    def known() -> Any:
+        listing()
+        utils._materialize_cpp_cia_ops = lambda: None  # else again for every namespace
+        try:
+            return listed()
+        finally:
+            utils._materialize_cpp_cia_ops = listing
+
+    @contextmanager
+    def override(callables: dict[OpOverload, Callable[..., object]]) -> Iterator[None]:
+        whole = [op for op, call in callables.items() if call is utils._special_op_to_preserve_cia]
+        with kept({op: call for op, call in callables.items() if call is not utils._special_op_to_preserve_cia}):
+            tables = {op: (op.py_kernels.copy(), op_implementations_dict.get(op)) for op in whole}
+            try:
+                for op, before in tables.items():
+                    _keep_whole(op, before, kept)
+                yield
+            finally:
+                for op, before in tables.items():
+                    _set_tables(op, before)
+
+    program._collect_all_valid_cia_ops, program._override_composite_implicit_decomp = known, override
+    try:
+        yield
+    finally:
+        program._collect_all_valid_cia_ops, program._override_composite_implicit_decomp = listed, kept
+
+
+_Tables = tuple[dict[Any, Any], Any]
+"""Of an op: its kernels in Python, and how a fake mode runs it."""
+
+_WHOLE: dict[OpOverload, tuple[_Tables, _Tables]] = SESSION.owned("kernels.torch_private.whole", {})
+"""Tables as they were, and as they are where the op is kept whole."""
+
+
+def _keep_whole(op: OpOverload, before: _Tables, kept: Callable[..., AbstractContextManager[None]]) -> None:
+    known = _WHOLE.get(op)
+    if known is None or known[0] != before:
+        with kept({op: _export_utils._special_op_to_preserve_cia}):
+            known = before, (op.py_kernels.copy(), op_implementations_dict.get(op))
+        _WHOLE[op] = known
+    _set_tables(op, known[1])
+
+
+def _set_tables(op: OpOverload, tables: _Tables) -> None:
+    kernels, fake = tables
+    op.py_kernels.clear()
+    op.py_kernels.update(kernels)
+    op._dispatch_cache.clear()
+    if fake is None:
+        op_implementations_dict.pop(op, None)
+    else:
+        op_implementations_dict[op] = fake

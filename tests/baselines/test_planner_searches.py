@@ -48,7 +48,7 @@ def task_of(devices: int) -> Task:
 
 @pytest.mark.parametrize("name", SEARCHING)
 def test_answers_make_sense_and_one_fits(name: str) -> None:
-    task = Task(zoo_job("gpt2", 4), deadline=Deadline(16.0))
+    task = Task(zoo_job("mlp", 4), deadline=Deadline(16.0))
     tries = list(PLANNERS[name].tries(task))
     assert tries and len(set(map(str, tries))) == len(tries)
     for answer in tries:

@@ -59,7 +59,7 @@ def test_what_the_user_pins_is_kept() -> None:
 
 
 def test_ours_is_never_slower() -> None:
-    job = zoo_job("gpt2", 2)
+    job = zoo_job("mlp", 2)
     pins = Constraints(microbatches=2)
     found = {each.strategy: each for each in compare_planners(job, pins, NAMES, 15.0, lambda _: None)}
     assert set(found) == set(NAMES)

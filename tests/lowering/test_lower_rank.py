@@ -141,7 +141,7 @@ def test_what_microbatches_leave_behind(tiny_gpt2) -> None:  # type: ignore[no-u
 
 def test_blocks_do_not_multiply_with_layers(tiny_stacks) -> None:  # type: ignore[no-untyped-def]
     constraints = Constraints(dp=2, zero=1)
-    few, many = (lower(search(tiny.job(2), constraints).plan)[0] for tiny in tiny_stacks)
+    few, many = (lower(search(tiny.job(2), constraints, certify=False).plan)[0] for tiny in tiny_stacks)
     assert len(many.steps) > len(few.steps)
     names = {name for name in few.blocks if not name.startswith(("reduce", "restore"))}
     assert names == {name for name in many.blocks if not name.startswith(("reduce", "restore"))}
@@ -187,7 +187,7 @@ def test_planned_gpt2_computes_its_step(tiny_gpt2) -> None:  # type: ignore[no-u
         Constraints(dp=2, tp=2, zero=2),
         Constraints(tp=4, sp=True),
     ):
-        plan = search(tiny_gpt2.job(4), constraints).plan
+        plan = search(tiny_gpt2.job(4), constraints, certify=False).plan
         assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9, (
             constraints
         )

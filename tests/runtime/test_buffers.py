@@ -70,7 +70,7 @@ def test_statistics_are_of_the_global_batch() -> None:
     first["pixels"] = first["pixels"].double()
     batches = [first, {**first, "pixels": first["pixels"].flip(1) * 2 + 1}]
     job = job_of(model, first, 2)
-    plan = search(job, Constraints(dp=2, zero=3)).plan
+    plan = search(job, Constraints(dp=2, zero=3), certify=False).plan
     assert plan.num_microbatches == 1 and plan.stages[0].batch["pixels"] == "S0"
     trainer = trained(plan, model, batches)
     wanted = after(model, batches)

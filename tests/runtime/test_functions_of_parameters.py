@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-import paraplan
 from paraplan.capture import capture
 from paraplan.ir.errors import ConstraintError
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from tests.against_eager import eager_error, loss_by
+from tests.captures import compiled
 from tests.runtime.pipelines import job_of
 
 X = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(3))}
@@ -93,7 +93,7 @@ TERMS: dict[str, Callable[[Any], Tensor]] = {
 def test_orthogonal_weights_are_trained_in_microbatches(how: str, term: str) -> None:
     model = Orthogonal(how, TERMS[term])
     for pins in ({"dp": 2, "microbatches": 2}, {"pp": 2, "schedule": "1f1b", "microbatches": 2}):
-        plan = paraplan.compile(model, "local:2", example_inputs=X, precision="fp64", **pins)
+        plan = compiled(model, "local:2", alike=False, example_inputs=X, precision="fp64", **pins)
         plan.check(model, [X])
 
 

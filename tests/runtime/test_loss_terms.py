@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -85,17 +86,23 @@ CURVED: dict[str, Shape] = {
 }
 
 
+@cache
+def program_of(name: str) -> Program:
+    """Of a net with that loss."""
+    return capture(net((LINEAR | CURVED)[name]), batch(), precision="fp64")
+
+
 @pytest.mark.parametrize("name", [*LINEAR, *CURVED])
 def test_a_loss_equals_eager_on_one_device_and_under_data_parallel(name: str) -> None:
     shape = (LINEAR | CURVED)[name]
-    program = capture(net(shape), batch(), precision="fp64")
+    program = program_of(name)
     for plan in (planned(program, 1, microbatches=1), planned(program, 2, dp=2, microbatches=1)):
         assert eager_error(plan, net(shape), batch(), loss_of) <= 1e-9
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_linear_loss_equals_eager_over_microbatches_and_stages(name: str) -> None:
-    program = capture(net(LINEAR[name]), batch(), precision="fp64")
+    program = program_of(name)
     one = planned(program, 1, microbatches=2)
     for plan in (one, pipeline_of(one, "1f1b", 2, cut(len(program.segments), 2))):
         assert eager_error(plan, net(LINEAR[name]), batch(), loss_of) <= 1e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import msgspec
@@ -16,6 +17,7 @@ from paraplan.ir.errors import ConstraintError, CostModelError, InvalidPlanError
 from paraplan.ir.execution import names
 from paraplan.ir.execution.names import Name, Role
 from paraplan.ir.execution.rank_program import StepKind
+from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Stage
 from paraplan.lowering import lower, lower_evaluation
 from paraplan.lowering.blocks.remat import recomputable
@@ -242,6 +244,22 @@ class Remembering(nn.Module):
         return h.pow(2).mean()
 
 
+@functools.cache
+def remembered(size: int) -> Plan:
+    """A plan of `Remembering` on one stage, its gradients of inputs whole on every rank."""
+    job = job_of(remembering(), size)
+    return whole_input_grads(search(job, Constraints(tp=size, pp=1, microbatches=2), certify=False).plan)
+
+
+@functools.cache
+def remembering() -> Program:
+    return capture(Remembering().double(), vectors(), precision="fp64")
+
+
+def vectors() -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))}
+
+
 @pytest.mark.parametrize(
     ("schedule", "sizes", "points", "comes_in_parts"),
     [
@@ -254,12 +272,7 @@ class Remembering(nn.Module):
 def test_what_is_read_in_several_places_gets_its_gradient_in_one_layout(
     schedule: str, sizes: tuple[int, ...], points: tuple[int, ...], comes_in_parts: bool
 ) -> None:
-    batch = {"x": torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))}
-    program = capture(Remembering().double(), batch, precision="fp64")
-    ones = [
-        whole_input_grads(search(job_of(program, size), Constraints(tp=size, pp=1, microbatches=2)).plan)
-        for size in sizes
-    ]
+    batch, program, ones = vectors(), remembering(), [remembered(size) for size in sizes]
     bounds = list(itertools.pairwise((0, *points, len(program.segments))))
     if len(bounds) == len(sizes):
         whole = mixed(ones, schedule, bounds)

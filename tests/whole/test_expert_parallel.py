@@ -62,7 +62,7 @@ def captured(name: str) -> tuple[Small, Program, StepResult]:
 
 def planned(name: str, ranks: int, constraints: Constraints) -> tuple[Plan, tuple[RankProgram, ...]]:
     job = Job(captured(name)[1], ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display=name), {})
-    plan = search(job, constraints, 30.0).plan
+    plan = search(job, constraints, 30.0, certify=False).plan
     return plan, verify_plan(plan)
 
 
@@ -204,7 +204,7 @@ def test_the_planner_exchanges_tokens_where_experts_are_many() -> None:
     batch = {name: torch.zeros(16, 512, dtype=torch.int64) for name in ("tokens", "labels")}
     program = capture(model, batch, precision="bf16")
     job = Job(program, catalog_cluster("H100", 8), OPTIMIZERS["adamw"], ModelRef(display="switch"), {})
-    plan = search(job, Constraints(mesh=(8,)), 60.0).plan
+    plan = search(job, Constraints(mesh=(8,)), 60.0, certify=False).plan
     assert {at.stored for key, at in plan.stages[0].params.items() if "experts.w" in key} == {"S0"}
     assert collectives(verify_plan(plan)[0], lambda i: i.target == "all_to_all")["all_to_all"] >= 4
 

@@ -19,6 +19,7 @@ from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import trained_params
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import compiled
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def whole() -> tuple[Small, pp.Plan]:
 
 
 def planned(small: Small, **pins: object) -> pp.Plan:
-    return pp.compile(small.model, "local:2", example_inputs=small.batch, precision="fp64", **pins)  # type: ignore[arg-type]
+    return compiled(small.model, "local:2", alike=False, example_inputs=small.batch, precision="fp64", **pins)
 
 
 def test_the_backward_stops_at_the_lowest_adapter(small: Small) -> None:

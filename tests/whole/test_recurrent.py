@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import paraplan
 from benchmarks.zoo.recurrent import BATCH, STATE, STEPS, WIDTH, WORDS, Layers, Selective
 from paraplan.capture import capture, run_program
 from paraplan.codegen import build_modules
@@ -25,6 +24,7 @@ from paraplan.planner.sampling import random_plan
 from paraplan.rules.loop_dims import loop_dims
 from paraplan.rules.strategies import op_strategies
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import compiled
 from tests.numerics import relative_error
 
 torch.set_num_threads(1)
@@ -76,7 +76,7 @@ def test_random_plans_train_exactly_and_as_predicted(name: str) -> None:
 def test_a_plan_for_two_ranks_equals_eager(name: str) -> None:
     torch.manual_seed(1)
     model = MODELS[name](0.0)
-    plan = paraplan.compile(model, "local:2", example_inputs=batch(), precision="fp64", dp=2)
+    plan = compiled(model, "local:2", alike=False, example_inputs=batch(), precision="fp64", dp=2)
     assert "largest error" in plan.check(model, [batch()])
 
 

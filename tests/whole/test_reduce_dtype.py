@@ -107,7 +107,7 @@ def test_gradients_cross_in_the_dtype_asked_for(
     precision: str, reduce_dtype: str | None, pins: dict[str, int], wanted: dict[str, set[str]]
 ) -> None:
     """And every rank does what was predicted."""
-    plan = planned(2, precision, reduce_dtype, dp=2, **pins)
+    plan = planned(2, precision, reduce_dtype, certify=True, dp=2, **pins)
     assert summed_in(plan.programs) == wanted
     assert plan.certificate is not None and plan.certificate.bound_s <= plan.prediction.step_s
     trainer, single = trainer_of(plan.data, plan.programs), Captured(plan.data, net(), adamw, 0)

@@ -33,7 +33,7 @@ def gpt2() -> Program:
 
 @cache
 def one(ranks: int, **pins: int | str) -> Plan:
-    return search(job_of(gpt2(), ranks), Constraints(microbatches=2, **pins)).plan
+    return search(job_of(gpt2(), ranks), Constraints(microbatches=2, **pins), certify=False).plan
 
 
 def agree(plan: Plan) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import paraplan as pp
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.sizes import say_size
+from tests.captures import compiled
 
 AWAY = ["host", "all", "fetched", "all-fetched", "disk", "disk-all", "disk-fetched", "fetched-grads", "disk-grads"]
 OPTIMIZERS = {"sgd": (torch.optim.SGD, {"lr": 0.1}), "adamw": (torch.optim.AdamW, {"lr": 1e-2})}
@@ -40,7 +41,7 @@ def batches() -> list[Batch]:
 
 @cache
 def planned(states: str, optimizer: str) -> pp.Plan:
-    return pp.compile(
+    return compiled(
         model(),
         "local:1",
         example_inputs=batches()[0],

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import paraplan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.execution import names
 from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import compiled
 
 
 class Deep(nn.Module):
@@ -48,7 +48,7 @@ HOWS: dict[str, dict[str, Any]] = {
 def test_a_stored_copy_is_written_by_one_copy_that_casts(how: str) -> None:
     options = HOWS[how]
     cluster = "local:2" if "mesh" in options else "local:1"
-    plan = paraplan.compile(Deep(), cluster, example_inputs=BATCH, precision="bf16", **options)
+    plan = compiled(Deep(), cluster, example_inputs=BATCH, precision="bf16", **options)
     trainer = InProcessTrainer(plan.data, plan.programs, [build_modules(p) for p in plan.programs], Deep())
     for _ in range(2):
         trainer.step(BATCH)

@@ -32,7 +32,7 @@ from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.rewriting.strided import write_by_index
 from paraplan.capture.source_lines import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import FakeTensorMode, is_fake, is_region, lazy_modules
+from paraplan.kernels.torch_private import FakeTensorMode, composites_known, is_fake, is_region, lazy_modules
 
 LossFn = Callable[[object, dict[str, Tensor]], Tensor | dict[str, Tensor] | tuple[Tensor, ...]]
 _PREFIX = "model."
@@ -186,7 +186,8 @@ def export_loss(
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
             _keep_no_grad(program.graph_module)
-            program = functional(program) or program.run_decompositions({**recurrent_layers(), **explicit()})
+            with composites_known():
+                program = functional(program) or program.run_decompositions({**recurrent_layers(), **explicit()})
         except CaptureError:
             raise
         except Exception as fault:

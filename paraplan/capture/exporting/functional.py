@@ -116,6 +116,10 @@ def _transpose(node: fx.Node) -> None:
     _replace(node, _make(node, aten.permute.default, node.args[0], dims))
 
 
+def _square(node: fx.Node) -> None:
+    _replace(node, _make(node, aten.pow.Tensor_Scalar, node.args[0], 2))
+
+
 def _dropout(node: fx.Node) -> None:
     source, p, train = node.args
     if not train or p == 0:
@@ -144,6 +148,7 @@ _RESPELL: dict[str, Callable[[fx.Node], None]] = {
     "aten.flatten.using_ints": _reshape,
     "aten.unflatten.int": _reshape,
     "aten.numpy_T.default": _transpose,
+    "aten.square.default": _square,
     "aten.dropout.default": _dropout,
     "aten.expand.default": _expand,
 }

@@ -47,7 +47,7 @@ def batch(step: int) -> dict[str, Tensor]:
 def plan() -> Plan:
     program = capture(Shifted().double(), batch(0), precision="fp64")
     job = Job(program, ClusterSpec.local(2), OPTIMIZERS["adam"], ModelRef(display="shifted"), {})
-    return search(job, Constraints(dp=2)).plan
+    return search(job, Constraints(dp=2), certify=False).plan
 
 
 def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:

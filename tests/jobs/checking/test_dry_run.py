@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import msgspec
 import pytest
@@ -136,9 +137,13 @@ def test_evaluations_run_the_chosen_kernels(name: str) -> None:
     assert all(instr.kernel for instr in ran if instr.target in chosen and "dropout" not in instr.target)
 
 
+@cache
+def _attending(precision: str, dropout: float) -> Program:
+    return capture(Attending(dropout), {"x": torch.zeros(1, 512, 32)}, precision=precision)
+
+
 def _attention(precision: str, dropout: float) -> dict[str, str]:
-    program = capture(Attending(dropout), {"x": torch.zeros(1, 512, 32)}, precision=precision)
-    (rank,) = lower(whole_plan(program, parse_cluster("1xH100"), ADAMW))
+    (rank,) = lower(whole_plan(_attending(precision, dropout), parse_cluster("1xH100"), ADAMW))
     return {i.target: i.kernel for block in rank.blocks.values() for i in block.instrs if "attention" in i.target}
 
 
@@ -217,7 +222,7 @@ class Attending(nn.Module):
 @pytest.mark.parametrize(("p", "precision"), [(0.0, "bf16"), (0.1, "bf16"), (0.1, "fp32")])
 def test_scores_are_never_allocated(p: float, precision: str) -> None:
     """Attention makes nothing inside that is as large as the scores of one head; the reference does."""
-    program = capture(Attending(p), {"x": torch.zeros(1, 512, 32)}, precision=precision)
+    program = _attending(precision, p)
     (rank,) = lower(whole_plan(program, parse_cluster("1xH100"), ADAMW))
     (plain,) = lower(whole_plan(program, parse_cluster("local:1"), ADAMW))
     inside = [max(run.workspace_bytes, i.workspace_bytes) for _, i, run in _ran(rank) if "attention" in i.target]

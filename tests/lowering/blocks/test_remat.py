@@ -18,7 +18,7 @@ from tests.lowering.lockstep import run_plan
 
 @pytest.fixture(scope="module")
 def plan(tiny_gpt2) -> Plan:  # type: ignore[no-untyped-def]
-    return search(tiny_gpt2.job(2), Constraints(tp=2)).plan
+    return search(tiny_gpt2.job(2), Constraints(tp=2), certify=False).plan
 
 
 def recomputing(plan: Plan, share: int) -> Plan:

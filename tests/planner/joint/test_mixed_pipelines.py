@@ -233,11 +233,10 @@ def test_every_device_keeps_within_its_own_budget() -> None:
     "on",
     [
         cluster(group(4.0), group(1.0)),
-        cluster(group(4.0, 2), group(1.0, 2)),
         cluster(group(4.0, 2), group(1.0, 2, link=0.1), between=1e8),
         cluster(group(4.0, 2), group(1.0), group(2.0)),
     ],
-    ids=["2 ranks", "4 ranks", "links differ", "three groups"],
+    ids=["2 ranks", "links differ", "three groups"],
 )
 def test_every_division_runs_as_simulated_and_equals_one_device(on: ClusterSpec) -> None:
     """Tied weights, skips and buffers over positions of differing sizes, meshes and shardings, in any order."""
@@ -276,11 +275,11 @@ def test_the_free_plan_is_no_slower_than_groups_alone_and_one_mesh_for_all() -> 
     on = cluster(group(4.0, 2), group(3.0, 2), between=1e8)
     whole = job(on, chained())
     free = search(whole, Constraints(microbatches=8)).plan
-    alike = find(whole, Constraints(microbatches=8)).plan
+    alike = find(whole, Constraints(microbatches=8), certify=False).plan
     assert step_s(free) <= step_s(alike)
     for each in on.groups:
         alone = job(cluster(each), chained())
-        assert step_s(free) <= step_s(search(alone, Constraints(microbatches=8)).plan)
+        assert step_s(free) <= step_s(search(alone, Constraints(microbatches=8), certify=False).plan)
     assert free.certificate is not None
     assert free.certificate.bound_s <= step_s(free)
 

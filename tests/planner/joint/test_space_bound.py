@@ -45,7 +45,7 @@ def _bound(name: str, devices: int, pins: Constraints) -> tuple[list[Combination
     [
         ("gpt2", 2, Constraints(microbatches=4)),
         ("llama", 4, Constraints(schedule="1f1b", microbatches=2)),
-        ("bert", 4, Constraints(tp=2, microbatches=2)),
+        ("mlp", 4, Constraints(tp=2, microbatches=2)),
     ],
 )
 def test_no_plan_of_a_space_is_below_its_bound(name: str, devices: int, pins: Constraints) -> None:
@@ -164,12 +164,12 @@ def test_a_bound_above_the_step_is_told_and_not_kept() -> None:
 
 
 def test_a_free_search_is_certified_over_its_whole_space() -> None:
-    job = zoo_job("gpt2", 2)
+    job = zoo_job("mlp", 2)
     plan = search(job, Constraints(microbatches=4)).plan
     assert plan.certificate is not None and plan.prediction is not None
     assert "combinations of pp, mesh" in plan.certificate.bound_scope
     assert 0.0 < plan.certificate.bound_s <= plan.prediction.step_s
-    pinned = search(job, msgspec.structs.replace(Constraints(microbatches=4), pp=2)).plan
+    pinned = search(job, msgspec.structs.replace(Constraints(microbatches=4), pp=2), certify=False).plan
     assert pinned.prediction is not None and plan.certificate.bound_s <= pinned.prediction.step_s
 
 

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.network import branch, message_passing
+from paraplan.planner.sharding.network import groupings as groupings_module
 from paraplan.planner.sharding.network import optimise as optimise_module
 from paraplan.planner.sharding.network.cost_network import Factor, Network
+from paraplan.planner.sharding.network.groupings import groupings
 from paraplan.planner.sharding.network.ilp import build_ilp
 from paraplan.planner.sharding.network.lagrangian import evaluate, scalarised
-from paraplan.planner.sharding.network.message_passing import MessagePassing, groupings
+from paraplan.planner.sharding.network.message_passing import MessagePassing
 from paraplan.planner.sharding.network.optimise import least_activity, optimise
 from paraplan.planner.sharding.proof.step_bound import step_bound
 from paraplan.planner.sharding.solve import SolveLimits
@@ -159,8 +161,8 @@ def test_readers_in_parts_keep_the_optimum_and_its_bounds(monkeypatch: pytest.Mo
 def test_many_readers_of_many_layouts_take_no_more_groupings_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen readers, which have ten thousand million groupings, of thirteen layouts."""
     asked: list[int] = []
-    split = message_passing._split
-    monkeypatch.setattr(message_passing, "_split", lambda count, mine: (asked.append(count), split(count, mine))[1])
+    split = groupings_module._split
+    monkeypatch.setattr(groupings_module, "_split", lambda count, mine: (asked.append(count), split(count, mine))[1])
     rng = np.random.default_rng(0)
     readers, layouts = 16, 13
     moved = rng.random((layouts, layouts, STREAMS))

@@ -27,10 +27,8 @@ from copy import copy
 
 import numpy as np
 
-from paraplan.ir.process.memo import SESSION
 from paraplan.planner.sharding.network.cost_network import Floats, Ints, Network
-
-Groups = tuple[tuple[int, ...], ...]
+from paraplan.planner.sharding.network.groupings import over_groupings
 
 MANY, SETS = 5, 12
 """So many readers are looked at by the sets of layouts they may ask for, where there are at most so many layouts: five
@@ -38,19 +36,6 @@ readers have 52 groupings, nine 21147."""
 
 MOST, PART = 7, 4
 """More readers than these are looked at in parts of so many, where their layouts are too many for sets."""
-
-
-@SESSION.cached(32)
-def groupings(count: int) -> tuple[Groups, ...]:
-    """All ways to split `count` readers into groups."""
-    if count == 0:
-        return ((),)
-    found: list[Groups] = []
-    for smaller in groupings(count - 1):
-        found.append((*smaller, (count - 1,)))
-        for at in range(len(smaller)):
-            found.append((*smaller[:at], (*smaller[at], count - 1), *smaller[at + 1 :]))
-    return tuple(found)
 
 
 def sums_of_sets(columns: Sequence[Floats]) -> Floats:
@@ -67,61 +52,6 @@ def maxima_of_sets(values: Floats) -> Floats:
     for value in values:
         found = np.concatenate([found, np.maximum(found, value)])
     return found
-
-
-class _Split:
-    """How the groupings of some readers are evaluated, for all layouts or given that of one reader.
-
-    Attributes:
-        sums: (group, its readers but the last, the last) of every group of two or more, smaller ones first.
-        others, own: the groups without the reader, and with it.
-        groupings: of each of `own` (of all together, where no reader is given), the groupings beside it, as places in
-            `others`.
-    """
-
-    def __init__(self, count: int, mine: int) -> None:
-        every = groupings(count)
-        groups = sorted({group for each in every for group in each}, key=lambda group: (len(group), group))
-        number = {group: at for at, group in enumerate(groups)}  # those of one reader come first
-        self.sums = tuple((number[group], number[group[:-1]], group[-1]) for group in groups if len(group) > 1)
-        self.size = len(groups)
-        self.others = [number[group] for group in groups if mine not in group]
-        self.own = [number[group] for group in groups if mine in group]
-        place = {groups[at]: index for index, at in enumerate(self.others)}
-        beside: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for each in every:
-            taken = next((group for group in each if mine in group), ())
-            beside.setdefault(taken, []).append(tuple(place[group] for group in each if group is not taken))
-        self.groupings = [beside[groups[at]] for at in self.own] or list(beside.values())
-
-
-_split = SESSION.cached(64)(_Split)
-
-
-def _over_groupings(cost: Floats, messages: Sequence[Floats], mine: int = -1, rest: Floats | float = 0.0) -> Floats:
-    """[have] the least that readers cost, messages taken away, or, `rest` being what else each layout of the source
-    costs, [want] the least of all given the layout of one reader."""
-    count, split = len(messages), _split(len(messages), mine)
-    sums = np.empty((split.size, cost.shape[1]))
-    for reader, message in enumerate(messages):
-        sums[reader] = message
-    for group, first, last in split.sums:
-        np.add(sums[first], messages[last], out=sums[group])
-    minima: Sequence[Floats] = ()
-    if count > 1 or mine < 0:
-        minima = list(np.minimum.reduce(cost - sums[split.others, None], axis=2))
-    found = []
-    for beside in split.groupings:
-        least = []
-        for each in beside:
-            total = rest
-            for group in each:
-                total = total + minima[group]
-            least.append(total)
-        found.append(least[0] if len(least) == 1 else np.minimum.reduce(np.array(least)))
-    if mine < 0:
-        return np.asarray(found[0])
-    return np.asarray(np.minimum.reduce((cost - sums[split.own, None]) + np.array(found)[:, :, None], axis=(0, 1)))
 
 
 class _Factor:
@@ -217,14 +147,14 @@ class _Factor:
         if self._asked is not None:
             return self._marginal_over_sets(self._asked, place, m)
         if len(self.parts) == 1 and place:
-            return _over_groupings(self._share, m[1:], place - 1, -m[0])
+            return over_groupings(self._share, m[1:], place - 1, -m[0])
         mine = next((part for part in self.parts if place - 1 in part), None)
         rest = sum(
-            (_over_groupings(self._share, [m[1 + r] for r in part]) for part in self.parts if part is not mine), -m[0]
+            (over_groupings(self._share, [m[1 + r] for r in part]) for part in self.parts if part is not mine), -m[0]
         )
         if mine is None:
             return rest
-        return _over_groupings(self._share, [m[1 + r] for r in mine], mine.index(place - 1), rest)
+        return over_groupings(self._share, [m[1 + r] for r in mine], mine.index(place - 1), rest)
 
     def _marginal_over_sets(self, asked: Floats, place: int, m: Sequence[Floats]) -> Floats:
         """The same, `asked` being [set, have] what it costs to move a set of layouts."""
