@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.ir.errors import ConstraintError, ParaplanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.process.workers import Workers
@@ -81,7 +81,7 @@ class Pricing:
     deadline: Deadline
     workers: Workers | None = None
     prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
-    faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
+    faults: list[ParaplanError] = field(default_factory=list)
 
     def of(self, combination: Combination) -> tuple[StagePrices, ...]:
         """What was priced for a combination."""
@@ -212,7 +212,7 @@ class Pricing:
                     break
                 if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
                     break
-        except (ConstraintError, NoPlanError) as fault:
+        except ParaplanError as fault:  # of one candidate: others are priced
             self.faults.append(fault)
         found.sort(key=lambda each: sum(each.seconds))
         leaner: list[StagePrices] = []

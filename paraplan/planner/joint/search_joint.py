@@ -94,7 +94,7 @@ class JointSearch:
     plans: list[Plan] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
-    faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
+    faults: list[ParaplanError] = field(default_factory=list)
     _off: dict[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -153,7 +153,10 @@ class JointSearch:
         bound = SpaceBound(self.job, self.constraints, self.budget, self.pricing.position, self.pricing.way_of, cut)
         stop = time.perf_counter() + max(PROVED_SHARE * self.deadline.limit_s, 1.0)
         self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
-        bound_s, mesh = bound.bound_s(listed, self.best_s, stop), best.stages[0].mesh.shape
+        try:
+            bound_s, mesh = bound.bound_s(listed, self.best_s, stop), best.stages[0].mesh.shape
+        except ParaplanError as fault:  # the plan is none the worse
+            return msgspec.structs.replace(best, notes=(*best.notes, f"no bound of the space is certified: {fault}"))
         is_listed = any(each.mesh in ((), mesh) and each.microbatches == best.num_microbatches for each in listed)
         if is_listed or bound_s <= self.best_s:
             return certified_in_space(best, bound_s, len(listed), bound.spread)
@@ -211,7 +214,7 @@ class JointSearch:
             if first.combination.pp > 1:
                 longest = max(longest, (self.deadline.passed_s - began_s, first.combination.num_actions))
 
-    def _nothing(self) -> NoPlanError | ConstraintError:
+    def _nothing(self) -> ParaplanError:
         """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
         faults = [*self.pricing.faults, *self.faults]
         said = [each for each in faults if isinstance(each, NoPlanError)]
@@ -264,7 +267,7 @@ class JointSearch:
         self.progress(known)
         try:
             found = make()
-        except (ConstraintError, NoPlanError) as fault:
+        except ParaplanError as fault:  # of one candidate: others are looked at
             self.faults.append(fault)
             self.tried.append(in_vain(what, fault, step_s))
             self.words.append(f"{text}: nothing")
@@ -317,7 +320,7 @@ class JointSearch:
                 break
             try:
                 estimate = pricer.estimate(combination, prices, self._shape(combination, prices))
-            except ConstraintError as fault:
+            except ParaplanError as fault:
                 self.faults.append(fault)
                 continue
             if estimate is not None:
