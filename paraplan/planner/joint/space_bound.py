@@ -36,7 +36,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
@@ -155,8 +155,14 @@ class SpaceBound:
             best_s: the shortest step known.
             stop: `time.perf_counter()` at which to come back with what there is.
         Returns:
-            Seconds; 0.0 where nothing was proved.
+            Seconds; 0.0 where nothing was proved, as where a combination cannot be relaxed.
         """
+        try:
+            return self._bound_s(listed, best_s, stop)
+        except ParaplanError:  # the plan that was found is none the worse
+            return 0.0
+
+    def _bound_s(self, listed: Sequence[Combination], best_s: float, stop: float) -> float:
         if program_micro(self.job.program, max(each.microbatches for each in listed)).has_tail:
             return 0.0  # what runs once on the whole batch has no part in a microbatch
         ways: dict[object, list[tuple[float, Combination]]] = {}
