@@ -23,8 +23,6 @@ from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import Orders
 from paraplan.rules.time_axis import program_micro, splittable
 
-SAMPLES = (1, 2, 4, 8, 16, 32)
-"""Of a microbatch on a replica."""
 ONE_STAGE = "one stage"
 """The family of plans of one stage."""
 EACH = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -145,7 +143,7 @@ def microbatch_counts(job: Job, constraints: Constraints, replicas: tuple[int, .
     if constraints.microbatches is not None:
         return (constraints.microbatches,)
     batch = job.program.batch_size
-    sizes = {ranks * size for ranks in replicas for size in SAMPLES}
+    sizes = {ranks << doubled for ranks in replicas for doubled in range(batch.bit_length())}
     counts = {batch // size for size in sizes if batch % size == 0}
     return tuple(count for count in sorted(counts, reverse=True) if splittable(job.program, count))
 

@@ -103,12 +103,13 @@ class Pricing:
         kind = self.kind(combination)
         return _way(kind), kind[3]
 
-    def price_all(self, listed: Sequence[Combination], best_s: float = math.inf) -> None:
+    def price_all(self, listed: Sequence[Combination], best_s: float = math.inf, rivals: bool = True) -> None:
         """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay.
 
         Args:
             listed: the combinations.
             best_s: the shortest step known; what cannot come near it is not priced.
+            rivals: whether one that comes near the best of the others will do.
         """
         needed: dict[Kind, list[Combination]] = {}
         for combination in listed:
@@ -130,7 +131,8 @@ class Pricing:
                 self._price(batch, needed, best_s)
             for kind in batch:
                 ways[_way(kind)].add(kind[3], self.prices[kind])
-                best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
+                if rivals:
+                    best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
 
     def _price(self, batch: Sequence[Kind], needed: dict[Kind, list[Combination]], best_s: float) -> None:
         """Price kinds, each apart."""

@@ -39,6 +39,7 @@ from paraplan.planner.mixed.shares import least_s, quick_s, shared_s
 from paraplan.planner.mixed.span_prices import SpanPrices, divides
 from paraplan.planner.mixed.work_bound import certified_by_work
 from paraplan.planner.passes.grad_reductions import ROOM
+from paraplan.planner.pipeline.open_choices import count_stages, usual_schedule
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED
 
@@ -84,6 +85,7 @@ class MixedSearch:
         best: the fastest plan that fits.
         tried: what was planned.
         over: what the last that did not fit lacked, in words.
+        faults: of those that could not be planned.
         less: per group, what of a device's budget is kept for what allocators reserve beyond what is alive.
     """
 
@@ -94,6 +96,7 @@ class MixedSearch:
     best: _Found | None = None
     tried: list[Tried] = field(default_factory=list)
     over: str = ""
+    faults: list[ParaplanError] = field(default_factory=list)
     less: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,15 +124,27 @@ class MixedSearch:
             ConstraintError: what is pinned leaves no pipeline over the groups.
             SolverLimitError: none that was tried fits.
         """
-        ways = list(divisions(self.job, self.constraints))
-        if not ways:
-            raise ConstraintError(f"no pipeline over the groups of {self.job.cluster.name} allows what is pinned")
+        c, program = self.constraints, self.job.program
+        if c.pp is not None:
+            count_stages(c, c.pp, c.schedule or usual_schedule(program, c), len(program.segments))
+        ways = list(divisions(self.job, c))
         self.prices.price((span, count) for spans, counts in ways for span in spans for count in counts)
-        self._plan_promising(self.estimates(ways))
+        estimates = self.estimates(ways)
+        self._plan_promising(estimates)
         if self.best is None:
-            why = f": {self.over}" if self.over else ""
-            raise SolverLimitError(f"no pipeline over the differing groups of {self.job.cluster.name} was found{why}")
+            raise self._nothing(bool(estimates))
         return self._finished(self.best), self.best.case
+
+    def _nothing(self, is_estimated: bool) -> ConstraintError | SolverLimitError:
+        """Why no pipeline was found: what is pinned, where nothing else is known to be in the way."""
+        cluster, faults = self.job.cluster.name, (*self.prices.faults, *self.faults)
+        refused = all(isinstance(each, ConstraintError) for each in faults) and (faults or not is_estimated)
+        if refused and not self.over and not self._is_late:
+            why = faults[0] if faults else "no schedule, of these positions, stages and microbatches, is left"
+            return ConstraintError(f"no pipeline over the groups of {cluster} allows what is pinned: {why}")
+        return SolverLimitError(
+            f"no pipeline over the differing groups of {cluster} was found{': ' * bool(self.over)}{self.over}"
+        )
 
     def estimates(self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]) -> list[MixedEstimate]:
         """Of the best by the closed form, the most promising first."""
@@ -228,6 +243,7 @@ class MixedSearch:
                 made = case.made(estimate.bounds, estimate.taken)
                 whole = case.whole(made) if case.fits(made) else made
             except ParaplanError as fault:  # of one candidate: others are looked at
+                self.faults.append(fault)
                 self.tried.append(in_vain(text, fault, step_s))
                 return
             if case.fits(whole):

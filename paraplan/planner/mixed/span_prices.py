@@ -42,6 +42,11 @@ class SpanPrices:
     _pricings: dict[bytes, Pricing] = field(default_factory=dict)
     _there: dict[tuple[Span, int, int], StagePrices | None] = field(default_factory=dict)
 
+    @property
+    def faults(self) -> tuple[ParaplanError, ...]:
+        """Why some spans have no prices."""
+        return tuple(fault for each in self._pricings.values() for fault in each.faults)
+
     def budget(self, group: int) -> int:
         """Bytes that a device of a group may hold."""
         return device_budget(self.job.cluster, self.constraints, group)
@@ -56,7 +61,7 @@ class SpanPrices:
             listed.setdefault(kind, {})[_combination(span, count)] = None
         for kind, combinations in listed.items():
             pricing = self._pricing(first[kind], self.limit_s / len(listed))
-            pricing.price_all(tuple(combinations))
+            pricing.price_all(tuple(combinations), rivals=self.constraints.pp is None)  # else not all can be had
 
     def of(self, span: Span, microbatches: int) -> tuple[StagePrices, ...]:
         """What was priced for a span, fastest first; nothing where there is no sharding, or none was looked for."""
