@@ -305,7 +305,8 @@ def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: C
         pins: pinned choices, which are checked against the cluster.
     """
     check_fields(asked)
-    _part("check_param_names")(pins, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    if pins.params:
+        _part("check_param_names")(pins, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     _part("check_on_cluster")(pins, spec)
     times, warning = _profiled(asked, spec)
     if asked.progress is not None:

@@ -3,7 +3,7 @@
 A plan of one stage is a pipeline of degree 1. A combination pins what `pipeline_search` needs to plan one pipeline.
 What the user pins restricts the list, and what cannot be (devices that do not lie along nodes, more stages than
 segments) is not in it. Limits: of meshes inside a position, one axis, and two whose second is a power of two no longer
-than a node; of microbatches, those of a power of two samples on every replica.
+than a node; of microbatches, a power of two, and those of a power of two samples on every replica.
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ def microbatch_counts(job: Job, constraints: Constraints, replicas: tuple[int, .
     if constraints.microbatches is not None:
         return (constraints.microbatches,)
     batch = job.program.batch_size
-    sizes = {ranks << doubled for ranks in replicas for doubled in range(batch.bit_length())}
-    counts = {batch // size for size in sizes if batch % size == 0}
+    twos = [1 << power for power in range(batch.bit_length())]
+    whole = [(ranks, two) for ranks in replicas for two in twos if batch % (ranks * two) == 0]
+    counts = {count for ranks, two in whole for count in (two, batch // (ranks * two))}
     return tuple(count for count in sorted(counts, reverse=True) if splittable(job.program, count))
 
 

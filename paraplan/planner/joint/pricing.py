@@ -109,7 +109,8 @@ class Pricing:
         Args:
             listed: the combinations.
             best_s: the shortest step known; what cannot come near it is not priced.
-            rivals: whether one that comes near the best of the others will do.
+            rivals: whether what comes nowhere near the best of the others is left out; where positions of others
+                follow, other microbatches may be better than alone.
         """
         needed: dict[Kind, list[Combination]] = {}
         for combination in listed:
@@ -276,8 +277,8 @@ def _priced_front(
 
 def _way(kind: Kind) -> tuple[object, ...]:
     """What kinds have in common of which more samples are priced as long as they pay: all but these, but for those of
-    which a rank has less than one, its axis being a tensor's."""
-    return *kind[:3], kind[3] < 1
+    which a rank has less than one, its axis being a tensor's, or no whole number."""
+    return *kind[:3], kind[3] < 1, kind[3] % 1 == 0
 
 
 def _in_rounds(kinds: Iterable[Kind]) -> list[Kind]:

@@ -1,10 +1,11 @@
 """The fastest pipeline found over groups of nodes that differ: each position on its own devices, mesh and sharding.
 
 Divisions of the groups into positions, orders of the groups, microbatches and schedules (`listing`) are put in order by
-a closed form (`shares`) over prices of each kind of group (`span_prices`); of the best the cut is searched and the
-orders simulated (`mixed_estimate`); the most promising are lowered and simulated as plans (`mixed_plan`), each device
-within its own budget, until the next estimate is no better than the best plan, `MOST` were planned in vain, or time is
-up. Of the best plan boundaries shift as long as the simulated step gets shorter.
+a closed form (`shares`) over prices of each kind of group (`span_prices`), of few numbers of microbatches and then of
+those near the best. Of the best pipelines the cut is searched and the orders simulated (`mixed_estimate`); the most
+promising are lowered and simulated as plans (`mixed_plan`), each device within its own budget, until the next estimate
+is no better than the best plan, `MOST` were planned in vain, or time is up. Of the best plan boundaries shift as
+long as the simulated step gets shorter.
 
 Limits: a position lies on one group; positions of a group follow each other and have one mesh and sharding; nothing is
 offloaded. An estimate is no bound: the certificate is of the work alone (`work_bound`).
@@ -50,6 +51,8 @@ QUICK = 1500
 SHARED, LEAST_FILL = 400, 0.25
 """Divisions, microbatches and shardings of which every schedule and order is looked at, those of least work first, with
 the least of a 1F1B schedule's bubble that others leave."""
+COARSE, FIRST_SHARE = 4, 0.6
+"""How many times fewer microbatches are looked at next, first; of the time for prices, for that."""
 ESTIMATED = 32
 """Pipelines whose cut is searched: the best by the closed form."""
 FEWEST, NEAR = 8, 1.2
@@ -128,12 +131,25 @@ class MixedSearch:
         if c.pp is not None:
             count_stages(c, c.pp, c.schedule or usual_schedule(program, c), len(program.segments))
         ways = list(divisions(self.job, c))
-        self.prices.price((span, count) for spans, counts in ways for span in spans for count in counts)
+        self._price(ways)
         estimates = self.estimates(ways)
         self._plan_promising(estimates)
         if self.best is None:
             raise self._nothing(bool(estimates))
         return self._finished(self.best), self.best.case
+
+    def _price(self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]) -> None:
+        """Price few numbers of microbatches, each `COARSE` times fewer than the last, and those near their best."""
+        every = sorted({count for _, counts in ways for count in counts}, reverse=True)
+        few = every[:1]
+        for count in every:
+            if COARSE * count <= few[-1]:
+                few.append(count)
+        self.prices.price(_of(ways, few), FIRST_SHARE)
+        best = min(self._listed(ways), key=lambda each: each[0], default=None)
+        if best is not None:
+            near = best[1].microbatches
+            self.prices.price(_of(ways, [count for count in every if near < COARSE * count and count < COARSE * near]))
 
     def _nothing(self, is_estimated: bool) -> ConstraintError | SolverLimitError:
         """Why no pipeline was found: what is pinned, where nothing else is known to be in the way."""
@@ -284,6 +300,11 @@ class MixedSearch:
             if case.fits(tried) and tried.simulation.step_s < made.simulation.step_s:
                 return tried
         return None
+
+
+def _of(ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]], chosen: Sequence[int]) -> Iterator[tuple[Span, int]]:
+    """The spans of some ways with those of their microbatches that are chosen."""
+    return ((span, count) for spans, counts in ways for span in spans for count in counts if count in chosen)
 
 
 def allows_mixed(job: Job, constraints: Constraints) -> bool:

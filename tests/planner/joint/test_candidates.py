@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,11 @@ from torch.nn import functional as F
 from paraplan.capture import capture
 from paraplan.ir.errors import InvalidPlanError, MixedSamples, ParaplanError
 from paraplan.ir.model.program import Program
+from paraplan.planner.certificate import certified_alike
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint import pricing, search_joint
 from paraplan.planner.joint.space_bound import SpaceBound
-from paraplan.planner.search import search
+from paraplan.planner.search import find, search
 from paraplan.rules.time_axis import program_micro
 from tests.captures import zoo_job
 from tests.runtime.pipelines import job_of
@@ -78,3 +80,16 @@ def test_prices_and_a_bound_that_fail_leave_what_was_planned(
     monkeypatch.setattr(SpaceBound, "_undivided", failing)
     plan = search(zoo_job("gpt2", 2), Constraints(microbatches=2)).plan
     assert plan.certificate is not None and "combinations" not in plan.certificate.bound_scope
+
+
+def test_a_plan_of_which_nothing_is_proved_has_the_bound_of_another_on_its_mesh() -> None:
+    """Data parallelism is planned first, without one, and the solver finds nothing better."""
+    job = job_of(over_rows(), 2)
+    best, proved = find(job, Constraints(dp=2, pp=1), certify=False).plan, find(job, Constraints(pp=1)).plan
+    assert best.certificate is not None and proved.certificate is not None and best.prediction is not None
+    assert (best.certificate.status, best.certificate.bound_s) == ("feasible", 0.0)
+    found = certified_alike(best, [proved]).certificate
+    assert found is not None and 0 < found.bound_s == proved.certificate.bound_s <= best.prediction.step_s
+    assert found.gap == pytest.approx(1 - found.bound_s / best.prediction.step_s)
+    elsewhere = msgspec.structs.replace(proved, num_microbatches=2)
+    assert certified_alike(best, [elsewhere]) == best
