@@ -17,6 +17,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -180,8 +181,12 @@ class MixedSearch:
         for _, _, pipeline, positions in sorted(quick, key=lambda each: (-each[0], each[1])):
             if len(found) >= FEWEST and self._is_late:
                 break
-            pricer = MixedPricer(pipeline, positions, self.handing)
-            begun = self._begun(pricer)
+            try:
+                pricer = MixedPricer(pipeline, positions, self.handing)
+                begun = self._begun(pricer)
+            except ParaplanError as fault:  # of one candidate: others are looked at
+                self.faults.append(fault)
+                continue
             if begun is not None:
                 found.append((begun, pricer))
         found.sort(key=lambda each: each[0].rank)
@@ -286,8 +291,10 @@ class MixedSearch:
             if better is None:
                 break
             made = better
-        whole = case.whole(case.quickened(made))
-        return min((each for each in (whole, found.whole) if case.fits(each)), key=lambda each: each.simulation.step_s)
+        every = [found.whole]
+        with suppress(ParaplanError):
+            every.append(case.whole(case.quickened(made)))
+        return min((each for each in every if case.fits(each)), key=lambda each: each.simulation.step_s)
 
     def _shifted(self, case: MixedCase, made: Realised, pricer: MixedPricer) -> Realised | None:
         """The plan with one boundary shifted that is faster, of those estimated best; None where none is found."""
@@ -296,9 +303,10 @@ class MixedSearch:
         for each in sorted(near, key=lambda each: each.rank)[:SHIFTED]:
             if self.deadline.is_over:
                 return None
-            tried = case.made(each.bounds, each.taken)
-            if case.fits(tried) and tried.simulation.step_s < made.simulation.step_s:
-                return tried
+            with suppress(ParaplanError):
+                tried = case.made(each.bounds, each.taken)
+                if case.fits(tried) and tried.simulation.step_s < made.simulation.step_s:
+                    return tried
         return None
 
 
