@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 _PARTS = {
-    "check_constraints": "paraplan.planner.contradictions",
+    "check_on_cluster": "paraplan.planner.mixed.listing",
+    "check_param_names": "paraplan.planner.contradictions",
     "capture_with_reads": "paraplan.capture.capture",
     "plan_by": "paraplan.baselines.planners",
     "check_planner": "paraplan.baselines.planners",
@@ -304,7 +305,9 @@ def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: C
         pins: pinned choices, which are checked against the cluster.
     """
     check_fields(asked)
-    _part("check_constraints")(pins, spec.num_devices)
+    if pins.params:
+        _part("check_param_names")(pins, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    _part("check_on_cluster")(pins, spec)
     times, warning = _profiled(asked, spec)
     if asked.progress is not None:
         asked.progress(f"capturing {type(model).__name__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from paraplan.cost_models.predict import predict
@@ -46,7 +48,7 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
     scope += AT_EVERY_USE * held + IN_EACH_PHASE * joined + MEASURED_APART * apart
     certificate = Certificate(
-        status=best.status,
+        status=best.status if bound_s > 0 else "feasible",
         objective_s=best.objective_s,
         bound_s=bound_s,
         bound_scope=scope,
@@ -54,6 +56,29 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     )
     prediction = predict(best.plan, lower(best.plan), best.simulation)
     return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
+
+
+def certified_alike(plan: Plan, others: Iterable[Plan]) -> Plan:
+    """A plan of one stage of which nothing is proved, with what is proved of others on its mesh in its microbatches.
+
+    Args:
+        plan: priced and certified.
+        others: likewise.
+    """
+    assert plan.prediction is not None and plan.certificate is not None
+    step_s, best = plan.prediction.step_s, plan.certificate
+    for other in others:
+        known = other.certificate
+        meshes, counts = [{each.mesh.shape for each in one.stages} for one in (plan, other)], plan.num_microbatches
+        alike = meshes[0] == meshes[1] and counts == other.num_microbatches and len(plan.stages) == len(other.stages)
+        if known is not None and alike and len(plan.stages) == 1 and best.bound_s < known.bound_s <= step_s:
+            best = msgspec.structs.replace(
+                known,
+                status=known.status if best.objective_s <= known.objective_s else "feasible",
+                objective_s=best.objective_s,
+                gap=(step_s - known.bound_s) / step_s,
+            )
+    return msgspec.structs.replace(plan, certificate=best)
 
 
 def certified_in_space(plan: Plan, bound_s: float, count: int, spread: int = 1) -> Plan:

@@ -24,7 +24,7 @@ from paraplan.lowering import lower
 from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.best_plan import BestPlan, Progress
-from paraplan.planner.certificate import certified
+from paraplan.planner.certificate import certified, certified_alike
 from paraplan.planner.checks import check_rates, check_tiers, with_states
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
@@ -267,7 +267,9 @@ def _pipelines_of(
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
     if constraints.pp is None:
         found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
-        return search_joint(found, listed, one_stage, certify)
+        best, *drafts = search_joint(found, listed, one_stage, certify)
+        made = [draft.plan for draft in drafts if draft.plan is not None]
+        return Draft.of(certified_alike(best.made(), made)), *drafts
     try:
         return (Draft.of(piped(constraints)),)
     except NoPlanError as fault:

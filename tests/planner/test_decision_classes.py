@@ -91,7 +91,8 @@ def test_parameter_pins() -> None:
 def test_faults_of_constraints_and_model(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
     for constraints, message in (
         (Constraints(params={"nope": "R/R/R"}), "'nope', which the model does not have.*up.weight"),
-        (Constraints(params={"nope": "shard"}), r"params\['nope'\] = 'shard': give stored/grad/state"),
+        (Constraints(params={"nope": "shard"}), "'nope', which the model does not have.*up.weight"),
+        (Constraints(params={"up.weight": "shard"}), r"params\['up.weight'\] = 'shard': give stored/grad/state"),
         (Constraints(dp=2, microbatches=8), "batch of 8 does not divide over 2 data-parallel ranks in 8 microbatches"),
         (Constraints(microbatches=3), "does not divide into 3 microbatches"),
     ):

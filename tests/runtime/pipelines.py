@@ -110,15 +110,19 @@ def run(plan: Plan, model: nn.Module, batch: dict[str, Tensor], clip: float | No
 
 
 def mixed(ones: Sequence[Plan], schedule: str, bounds: Bounds) -> Plan:
-    """A pipeline whose stages come from plans of one stage each, on meshes of any shapes."""
-    first, stages, positions = 0, [], []
-    for index, (one, bound) in enumerate(zip(ones, bounds, strict=True)):
+    """A pipeline whose positions' stages come from plans of one stage each, on meshes of any shapes."""
+    first, meshes, positions = 0, [], []
+    for index, one in enumerate(ones):
         mesh = one.stages[0].mesh
-        there = msgspec.structs.replace(mesh, devices=tuple(range(first, first + mesh.size)))
-        stages += cut_stages(one.program, one.stages[0], [bound], [there])
+        meshes.append(msgspec.structs.replace(mesh, devices=tuple(range(first, first + mesh.size))))
         positions += [index] * mesh.size
         first += mesh.size
-    orders = named_orders(schedule, len(ones), ones[0].num_microbatches, 1)
+    orders = named_orders(schedule, len(ones), ones[0].num_microbatches, len(bounds) // len(ones))
+    stages = [
+        stage
+        for bound, (at,) in zip(bounds, holders_of(orders), strict=True)
+        for stage in cut_stages(ones[at].program, ones[at].stages[0], [bound], [meshes[at]])
+    ]
     return msgspec.structs.replace(
         ones[0],
         cluster=ClusterSpec.local(first),

@@ -28,7 +28,7 @@ from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.against_eager import eager_error, loss_by
 from tests.liveness import left_alive
-from tests.runtime.pipelines import cut, job_of, mixed, pipeline_of, run
+from tests.runtime.pipelines import account, cut, job_of, mixed, pipeline_of, run
 from tests.runtime.web import batch, one_stage, program, stages_of, web
 
 GRAD = "paraplan.group_norm_grad"
@@ -102,6 +102,18 @@ def test_stages_on_meshes_of_different_shapes_equal_one_device(sizes: tuple[int,
     ones = [one_stage(size, 2, seed) for size in sizes]
     plan = mixed(ones, "1f1b", cut(len(program().segments), len(sizes)))
     assert run(plan, web().double(), batch()) <= 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize("seed", [120, 240])
+def test_several_values_of_one_shape_cross_between_meshes_in_layouts_of_their_own(
+    schedule: str, sizes: tuple[int, ...], seed: int
+) -> None:
+    """Of two stages a position; what arrives in parts and what arrives whole are told apart."""
+    ones = [one_stage(size, 2, seed) for size in sizes]
+    found = account(mixed(ones, schedule, cut(len(program().segments), 4)), web().double(), batch())
+    assert found.error <= 1e-9 and found.entries_equal
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:

@@ -208,7 +208,7 @@ class StageMessages:
 
     def _joining(self, message: Message) -> Block | None:
         """What makes one value of the parts of a message, in some layout; None where it is so already."""
-        key = (message.spec, message.received, message.wanted, message.source, message.of_microbatch)
+        key = (message.spec, message.sent, message.received, message.wanted, message.source, message.of_microbatch)
         if key in self._made:
             return self._made[key]
         emitter = BlockEmitter(f"receive.{len(self._made)}", self._extended(message), BlockRole.RECEIVE)

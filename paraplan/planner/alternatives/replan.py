@@ -19,8 +19,8 @@ from paraplan.ir.options import check_fields, check_keywords, fields_of, from_ke
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import PARALLELISM, PIPELINE, Constraints
-from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.fits import in_the_family, on_the_same_mesh, search_room
+from paraplan.planner.mixed.listing import check_on_cluster
 
 Progress = Callable[[str], None]
 _WAYS = (PARALLELISM, PIPELINE)
@@ -198,7 +198,7 @@ def alternative(plan: Plan, pins: Mapping[str, Any], time_limit_s: float, progre
     made = Alternative(constraints, left, dropped)
     job = job_of(plan)
     try:
-        check_constraints(constraints, job.cluster.num_devices)
+        check_on_cluster(constraints, job.cluster)
         found = search_room(job, constraints, time_limit_s, progress, certify=False)
     except ConstraintError as fault:
         return replace(made, contradiction=str(fault))

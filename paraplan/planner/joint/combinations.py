@@ -3,7 +3,7 @@
 A plan of one stage is a pipeline of degree 1. A combination pins what `pipeline_search` needs to plan one pipeline.
 What the user pins restricts the list, and what cannot be (devices that do not lie along nodes, more stages than
 segments) is not in it. Limits: of meshes inside a position, one axis, and two whose second is a power of two no longer
-than a node; of microbatches, those of a power of two samples on every replica.
+than a node; of microbatches, a power of two, and those of a power of two samples on every replica.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import Orders
 from paraplan.rules.time_axis import program_micro, splittable
 
-SAMPLES = (1, 2, 4, 8, 16, 32)
-"""Of a microbatch on a replica."""
 ONE_STAGE = "one stage"
 """The family of plans of one stage."""
 EACH = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -145,8 +143,9 @@ def microbatch_counts(job: Job, constraints: Constraints, replicas: tuple[int, .
     if constraints.microbatches is not None:
         return (constraints.microbatches,)
     batch = job.program.batch_size
-    sizes = {ranks * size for ranks in replicas for size in SAMPLES}
-    counts = {batch // size for size in sizes if batch % size == 0}
+    twos = [1 << power for power in range(batch.bit_length())]
+    whole = [(ranks, two) for ranks in replicas for two in twos if batch % (ranks * two) == 0]
+    counts = {count for ranks, two in whole for count in (two, batch // (ranks * two))}
     return tuple(count for count in sorted(counts, reverse=True) if splittable(job.program, count))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.ir.errors import ConstraintError, ParaplanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.process.workers import Workers
@@ -83,7 +83,7 @@ class Pricing:
     deadline: Deadline
     workers: Workers | None = None
     prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
-    faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
+    faults: list[ParaplanError] = field(default_factory=list)
 
     def of(self, combination: Combination) -> tuple[StagePrices, ...]:
         """What was priced for a combination."""
@@ -105,12 +105,14 @@ class Pricing:
         kind = self.kind(combination)
         return _way(kind), kind[3]
 
-    def price_all(self, listed: Sequence[Combination], best_s: float = math.inf) -> None:
+    def price_all(self, listed: Sequence[Combination], best_s: float = math.inf, rivals: bool = True) -> None:
         """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay.
 
         Args:
             listed: the combinations.
             best_s: the shortest step known; what cannot come near it is not priced.
+            rivals: whether what comes nowhere near the best of the others is left out; where positions of others
+                follow, other microbatches may be better than alone.
         """
         needed: dict[Kind, list[Combination]] = {}
         for combination in listed:
@@ -132,7 +134,8 @@ class Pricing:
                 self._price(batch, needed, best_s)
             for kind in batch:
                 ways[_way(kind)].add(kind[3], self.prices[kind])
-                best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
+                if rivals:
+                    best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
 
     def _price(self, batch: Sequence[Kind], needed: dict[Kind, list[Combination]], best_s: float) -> None:
         """Price kinds, each apart."""
@@ -214,7 +217,7 @@ class Pricing:
                     break
                 if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
                     break
-        except (ConstraintError, NoPlanError) as fault:
+        except ParaplanError as fault:  # of one candidate: others are priced
             self.faults.append(fault)
         found.sort(key=lambda each: sum(each.seconds))
         leaner: list[StagePrices] = []
@@ -288,8 +291,8 @@ def _priced_front(
 
 def _way(kind: Kind) -> tuple[object, ...]:
     """What kinds have in common of which more samples are priced as long as they pay: all but these, but for those of
-    which a rank has less than one, its axis being a tensor's."""
-    return *kind[:3], kind[3] < 1
+    which a rank has less than one, its axis being a tensor's, or no whole number."""
+    return *kind[:3], kind[3] < 1, kind[3] % 1 == 0
 
 
 def _in_rounds(kinds: Iterable[Kind]) -> list[Kind]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
+from paraplan.ir.errors import NoPlanError, SolverLimitError
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.process.cores import num_cores
 from paraplan.ir.process.workers import Workers
@@ -96,7 +96,7 @@ class JointSearch:
     drafts: list[Draft] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
-    faults: list[NoPlanError | ConstraintError] = field(default_factory=list)
+    faults: list[ParaplanError] = field(default_factory=list)
     _off: dict[str, float] = field(default_factory=dict)
     _bound: Bounding | None = None
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class JointSearch:
             try:
                 self.tried.append(planned(what, best.made(), estimated_s, pins))
                 self.words.append(f"{what}, whole: {best.step_s:.4g} s")
-            except (ConstraintError, NoPlanError) as fault:
+            except ParaplanError as fault:
                 self.drafts.remove(best)
                 self.faults.append(fault)
                 self.tried.append(in_vain(what, fault, estimated_s))
@@ -239,7 +239,7 @@ class JointSearch:
             if first.combination.pp > 1:
                 longest = max(longest, (self.deadline.passed_s - began_s, first.combination.num_actions))
 
-    def _nothing(self) -> NoPlanError | ConstraintError:
+    def _nothing(self) -> ParaplanError:
         """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
         faults = [*self.pricing.faults, *self.faults]
         said = [each for each in faults if isinstance(each, NoPlanError)]
@@ -292,7 +292,7 @@ class JointSearch:
         self.progress(known)
         try:
             found = make()
-        except (ConstraintError, NoPlanError) as fault:
+        except ParaplanError as fault:  # of one candidate: others are looked at
             self.faults.append(fault)
             self.tried.append(in_vain(what, fault, step_s))
             self.words.append(f"{text}: nothing")
@@ -343,7 +343,7 @@ class JointSearch:
                 break
             try:
                 estimate = pricer.estimate(combination, prices, self._shape(combination, prices))
-            except ConstraintError as fault:
+            except ParaplanError as fault:
                 self.faults.append(fault)
                 continue
             if estimate is not None:

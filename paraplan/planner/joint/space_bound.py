@@ -36,7 +36,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
@@ -155,8 +155,14 @@ class SpaceBound:
             best_s: the shortest step known.
             stop: `time.perf_counter()` at which to come back with what there is.
         Returns:
-            Seconds; 0.0 where nothing was proved.
+            Seconds; 0.0 where nothing was proved, as where a combination cannot be relaxed.
         """
+        try:
+            return self._bound_s(listed, best_s, stop)
+        except ParaplanError:  # the plan that was found is none the worse
+            return 0.0
+
+    def _bound_s(self, listed: Sequence[Combination], best_s: float, stop: float) -> float:
         if program_micro(self.job.program, max(each.microbatches for each in listed)).has_tail:
             return 0.0  # what runs once on the whole batch has no part in a microbatch
         ways: dict[object, list[tuple[float, Combination]]] = {}
@@ -165,7 +171,9 @@ class SpaceBound:
             ways.setdefault(way, []).append((samples, each))
         largest = {way: max(found, key=lambda pair: (pair[0], pair[1].pp))[1] for way, found in ways.items()}
         alike = {self.way(each): each for each in sorted(listed, key=lambda each: each.pp)}
-        undivided = self._undivided(max(samples for found in ways.values() for samples, _ in found))
+        samples = max(samples for found in ways.values() for samples, _ in found)
+        fewest = max(round(self.job.program.batch_size / max(samples, 1)), 1)
+        undivided = self._undivided(max((m for m in {c.microbatches for c in listed} if m <= fewest), default=1))
         self._even_by = undivided(listed[0]).each_s
         self.spread = max(spread_of(self.cut, self._even_by), 1) if len(self.cut) > 1 else 1
 
@@ -317,11 +325,10 @@ class SpaceBound:
                 pass
         return self._positions[key]
 
-    def _undivided(self, samples: float) -> Callable[[Combination], Least]:
-        """What a combination's microbatch takes where the whole batch's work, as on one device, is shared out over all:
-        no division of ops makes it less."""
+    def _undivided(self, count: int) -> Callable[[Combination], Least]:
+        """What a combination's microbatch takes where the whole batch's work, as on one device in so many microbatches,
+        no smaller than any rank's, is shared out over all: no division of ops makes it less."""
         job, n = self.job, self.job.cluster.num_devices
-        count = max(round(job.program.batch_size / max(samples, 1)), 1)
         part = replace(job, cluster=first_devices(job.cluster, n))
         free = Constraints(microbatches=count, pp=1)
         space = problem_of(part, candidate_meshes(part, free)[0], count, free)

@@ -6,26 +6,32 @@ budget of their own (`search_mixed`). The sets (`group_sets`) are searched withi
 the plan of the shortest simulated step is taken. Where it leaves groups idle it is a plan for the cluster of the
 others, to be started on their nodes alone. Its certificate is of the groups it uses. Clusters of one group are
 searched as they are.
+
+What is cheap is planned first: every set's devices as one mesh, so that a search that time cuts short loses to none of
+these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
+from paraplan.ir.errors import ParaplanError, SolverLimitError
 from paraplan.ir.plan import Plan
 from paraplan.ir.plan_words import plan_words
 from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.contradictions import check_constraints, planning_time_s
+from paraplan.planner.contradictions import check_param_names, planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.mixed.group_sets import GroupSet, cluster_of, group_sets, said
+from paraplan.planner.mixed.listing import check_on_cluster
 from paraplan.planner.mixed.search_mixed import allows_mixed
+from paraplan.planner.mixed.work_bound import certified_by_work
 
 Search = Callable[[Job, Constraints, float, Progress, bool], BestPlan]
 """A search on all devices of a job's cluster: the job, what is pinned, seconds, progress, whether to certify."""
@@ -33,6 +39,8 @@ Way = tuple[GroupSet, bool]
 """A set of groups, and whether it is searched for pipelines whose positions differ."""
 ALL_SHARE, MIXED_SHARE = 0.3, 0.5
 """Of the time left, for the search on all groups alike where pipelines follow that differ, and for such pipelines."""
+ONE_MESH_SHARE = 0.1
+"""Of the time limit, for every set's devices as one mesh, together."""
 
 
 def among_groups(
@@ -50,40 +58,56 @@ def among_groups(
         job, constraints, progress, certify: as a search takes them.
         time_limit_s: for all of it.
     Raises:
-        ConstraintError: what is pinned contradicts itself or all devices.
+        ConstraintError: what is pinned contradicts itself, the model or all devices.
         InfeasibleError: proved on all groups, and on every set that what is pinned allows.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
-    alike, differing = searches
+    check_param_names(constraints, job.program.params)
     if len(job.cluster.groups) == 1:
-        return alike(job, constraints, time_limit_s, progress, certify)
-    check_constraints(constraints, job.cluster.num_devices)
+        return searches[0](job, constraints, time_limit_s, progress, certify)
+    check_on_cluster(constraints, job.cluster)
     deadline = Deadline(planning_time_s(time_limit_s))
+
+    def searched(way: Way, pins: Constraints, share_s: float, certify: bool) -> BestPlan:
+        words = said(job.cluster, way[0])
+        part = replace(job, cluster=cluster_of(job.cluster, way[0]))
+        return searches[way[1]](part, pins, share_s, lambda text: progress(f"on {words}: {text}"), certify)
+
     ways = _ways(job, constraints)
-    found: dict[Way, BestPlan] = {}
-    faults: dict[Way, NoPlanError | ConstraintError] = {}
+    found = _as_one_mesh(ways, constraints, ONE_MESH_SHARE * deadline.limit_s, searched)
+    faults: dict[Way, ParaplanError] = {}
     late: list[Way] = []
-    for number, (chosen, differs) in enumerate(ways):
+    for number, way in enumerate(ways):
         if found and deadline.is_over:
-            late.append((chosen, differs))
+            late.append(way)
             continue
-        share_s = deadline.share_s(_share(ways, number))
-        words = said(job.cluster, chosen)
         try:
-            found[chosen, differs] = (differing if differs else alike)(
-                replace(job, cluster=cluster_of(job.cluster, chosen)),
-                constraints,
-                share_s,
-                lambda text, words=words: progress(f"on {words}: {text}"),  # type: ignore[misc]
-                certify,
-            )
-        except (NoPlanError, ConstraintError) as fault:
-            faults[chosen, differs] = fault
+            made = searched(way, constraints, deadline.share_s(_share(ways, number)), certify)
+        except ParaplanError as fault:  # of one way: others are looked at
+            faults[way] = fault
+        else:
+            found[way] = min(made, found.get(way, made), key=lambda each: each.step_s)
     if not found:
         raise _nothing(ways, faults)
     best = min(found, key=lambda way: (found[way].step_s, way[1], len(way[0])))
     plan = _told(job, best, found, faults, late)
     return BestPlan(plan, sum(each.solve_s for each in found.values()), deadline.passed_s)
+
+
+def _as_one_mesh(
+    ways: Sequence[Way],
+    constraints: Constraints,
+    limit_s: float,
+    searched: Callable[[Way, Constraints, float, bool], BestPlan],
+) -> dict[Way, BestPlan]:
+    """Every set's devices as one mesh, where that and more is to be chosen."""
+    if constraints.pp is not None or constraints.schedule is not None:
+        return {}
+    found, alike = dict[Way, BestPlan](), [way for way in ways if not way[1]]
+    for way in alike:
+        with suppress(ParaplanError):  # whose search says why
+            found[way] = searched(way, msgspec.structs.replace(constraints, pp=1), limit_s / len(alike), False)
+    return found
 
 
 def _share(ways: Sequence[Way], number: int) -> float:
@@ -107,7 +131,7 @@ def _ways(job: Job, constraints: Constraints) -> tuple[Way, ...]:
     return tuple(found)
 
 
-def _nothing(ways: Sequence[Way], faults: dict[Way, NoPlanError | ConstraintError]) -> NoPlanError | ConstraintError:
+def _nothing(ways: Sequence[Way], faults: dict[Way, ParaplanError]) -> ParaplanError:
     """What is said of all groups; as proved only where it is proved of every set."""
     first = faults[ways[0]]
     open_ = [fault for fault in faults.values() if isinstance(fault, SolverLimitError)]
@@ -122,7 +146,7 @@ def _told(
     job: Job,
     best: Way,
     found: dict[Way, BestPlan],
-    faults: dict[Way, NoPlanError | ConstraintError],
+    faults: dict[Way, ParaplanError],
     late: Sequence[Way],
 ) -> Plan:
     """The best plan with what is to be known of the others."""
@@ -143,6 +167,9 @@ def _told(
     none = [in_vain(f"on {of(each)}", fault) for each, fault in faults.items()]
     own = plan.tried or (planned(plan_words(plan), plan),)
     certificate = plan.certificate
+    if certificate is not None and certificate.bound_s <= 0 and not job.compiled:
+        plan = certified_by_work(plan)
+        certificate = plan.certificate
     if certificate is not None:
         scope = f"{certificate.bound_scope}; on {said(cluster, best[0])}{' alone' if idle else ''}"
         certificate = msgspec.structs.replace(certificate, bound_scope=scope)

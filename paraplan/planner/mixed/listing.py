@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
@@ -45,16 +47,42 @@ def inner_constraints(constraints: Constraints) -> Constraints:
     return msgspec.structs.replace(constraints, pp=None, schedule=None, stages=None)
 
 
+def check_on_cluster(constraints: Constraints, cluster: ClusterSpec) -> None:
+    """Refuse what makes no sense on all devices alike, nor in as many positions as groups that differ may have.
+
+    Raises:
+        ConstraintError: why not on all devices alike.
+    """
+    try:
+        check_constraints(constraints, cluster.num_devices)
+    except ConstraintError:
+        sums, inner = {0}, inner_constraints(constraints)
+        for group in range(len(cluster.groups)):
+            parts = position_parts(cluster_of(cluster, (group,)), inner)
+            sums = {found + count for found in sums for count in parts}
+        if len(cluster.groups) == 1 or constraints.pp not in sums:
+            raise
+
+
+def position_parts(cluster: ClusterSpec, inner: Constraints) -> dict[int, ClusterSpec]:
+    """Into how many equal positions a group's devices may be divided, and what each has of them.
+
+    Args:
+        cluster: of the group alone.
+        inner: what is pinned inside positions.
+    """
+    n, found = cluster.num_devices, {}
+    for count in (d for d in range(1, n + 1) if n % d == 0):
+        with suppress(ConstraintError):
+            check_constraints(msgspec.structs.replace(inner, pp=count), n)
+            found[count] = first_devices(cluster, count)
+    return found
+
+
 def span_options(job: Job, constraints: Constraints, group: int) -> dict[Span, frozenset[int]]:
     """How a group's devices may be divided into positions, each with the microbatches that it can take."""
     cluster, inner, found = cluster_of(job.cluster, (group,)), inner_constraints(constraints), {}
-    n = cluster.num_devices
-    for count in (d for d in range(1, n + 1) if n % d == 0):
-        try:
-            check_constraints(msgspec.structs.replace(inner, pp=count), n)
-            part = first_devices(cluster, count)
-        except ConstraintError:
-            continue
+    for count, part in position_parts(cluster, inner).items():
         per_node = part.groups[0].devices_per_node
         for mesh in inner_meshes(part.num_devices, per_node, inner):
             replicas = replica_counts(inner, mesh, part.num_devices, per_node)

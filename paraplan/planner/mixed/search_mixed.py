@@ -1,10 +1,11 @@
 """The fastest pipeline found over groups of nodes that differ: each position on its own devices, mesh and sharding.
 
 Divisions of the groups into positions, orders of the groups, microbatches and schedules (`listing`) are put in order by
-a closed form (`shares`) over prices of each kind of group (`span_prices`); of the best the cut is searched and the
-orders simulated (`mixed_estimate`); the most promising are lowered and simulated as plans (`mixed_plan`), each device
-within its own budget, until the next estimate is no better than the best plan, `MOST` were planned in vain, or time is
-up. Of the best plan boundaries shift as long as the simulated step gets shorter.
+a closed form (`shares`) over prices of each kind of group (`span_prices`), of few numbers of microbatches and then of
+those near the best. Of the best pipelines the cut is searched and the orders simulated (`mixed_estimate`); the most
+promising are lowered and simulated as plans (`mixed_plan`), each device within its own budget, until the next estimate
+is no better than the best plan, `MOST` were planned in vain, or time is up. Of the best plan boundaries shift as
+long as the simulated step gets shorter.
 
 Limits: a position lies on one group; positions of a group follow each other and have one mesh and sharding; nothing is
 offloaded. An estimate is no bound: the certificate is of the work alone (`work_bound`).
@@ -16,6 +17,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -39,6 +41,7 @@ from paraplan.planner.mixed.shares import least_s, quick_s, shared_s
 from paraplan.planner.mixed.span_prices import SpanPrices, divides
 from paraplan.planner.mixed.work_bound import certified_by_work
 from paraplan.planner.passes.grad_reductions import ROOM
+from paraplan.planner.pipeline.open_choices import count_stages, usual_schedule
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED
 
@@ -49,6 +52,8 @@ QUICK = 1500
 SHARED, LEAST_FILL = 400, 0.25
 """Divisions, microbatches and shardings of which every schedule and order is looked at, those of least work first, with
 the least of a 1F1B schedule's bubble that others leave."""
+COARSE, FIRST_SHARE = 4, 0.6
+"""How many times fewer microbatches are looked at next, first; of the time for prices, for that."""
 ESTIMATED = 32
 """Pipelines whose cut is searched: the best by the closed form."""
 FEWEST, NEAR = 8, 1.2
@@ -84,6 +89,7 @@ class MixedSearch:
         best: the fastest plan that fits.
         tried: what was planned.
         over: what the last that did not fit lacked, in words.
+        faults: of those that could not be planned.
         less: per group, what of a device's budget is kept for what allocators reserve beyond what is alive.
     """
 
@@ -94,6 +100,7 @@ class MixedSearch:
     best: _Found | None = None
     tried: list[Tried] = field(default_factory=list)
     over: str = ""
+    faults: list[ParaplanError] = field(default_factory=list)
     less: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,15 +128,40 @@ class MixedSearch:
             ConstraintError: what is pinned leaves no pipeline over the groups.
             SolverLimitError: none that was tried fits.
         """
-        ways = list(divisions(self.job, self.constraints))
-        if not ways:
-            raise ConstraintError(f"no pipeline over the groups of {self.job.cluster.name} allows what is pinned")
-        self.prices.price((span, count) for spans, counts in ways for span in spans for count in counts)
-        self._plan_promising(self.estimates(ways))
+        c, program = self.constraints, self.job.program
+        if c.pp is not None:
+            count_stages(c, c.pp, c.schedule or usual_schedule(program, c), len(program.segments))
+        ways = list(divisions(self.job, c))
+        self._price(ways)
+        estimates = self.estimates(ways)
+        self._plan_promising(estimates)
         if self.best is None:
-            why = f": {self.over}" if self.over else ""
-            raise SolverLimitError(f"no pipeline over the differing groups of {self.job.cluster.name} was found{why}")
+            raise self._nothing(bool(estimates))
         return self._finished(self.best), self.best.case
+
+    def _price(self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]) -> None:
+        """Price few numbers of microbatches, each `COARSE` times fewer than the last, and those near their best."""
+        every = sorted({count for _, counts in ways for count in counts}, reverse=True)
+        few = every[:1]
+        for count in every:
+            if COARSE * count <= few[-1]:
+                few.append(count)
+        self.prices.price(_of(ways, few), FIRST_SHARE)
+        best = min(self._listed(ways), key=lambda each: each[0], default=None)
+        if best is not None:
+            near = best[1].microbatches
+            self.prices.price(_of(ways, [count for count in every if near < COARSE * count and count < COARSE * near]))
+
+    def _nothing(self, is_estimated: bool) -> ConstraintError | SolverLimitError:
+        """Why no pipeline was found: what is pinned, where nothing else is known to be in the way."""
+        cluster, faults = self.job.cluster.name, (*self.prices.faults, *self.faults)
+        refused = all(isinstance(each, ConstraintError) for each in faults) and (faults or not is_estimated)
+        if refused and not self.over and not self._is_late:
+            why = faults[0] if faults else "no schedule, of these positions, stages and microbatches, is left"
+            return ConstraintError(f"no pipeline over the groups of {cluster} allows what is pinned: {why}")
+        return SolverLimitError(
+            f"no pipeline over the differing groups of {cluster} was found{': ' * bool(self.over)}{self.over}"
+        )
 
     def estimates(self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]) -> list[MixedEstimate]:
         """Of the best by the closed form, the most promising first."""
@@ -149,8 +181,12 @@ class MixedSearch:
         for _, _, pipeline, positions in sorted(quick, key=lambda each: (-each[0], each[1])):
             if len(found) >= FEWEST and self._is_late:
                 break
-            pricer = MixedPricer(pipeline, positions, self.handing)
-            begun = self._begun(pricer)
+            try:
+                pricer = MixedPricer(pipeline, positions, self.handing)
+                begun = self._begun(pricer)
+            except ParaplanError as fault:  # of one candidate: others are looked at
+                self.faults.append(fault)
+                continue
             if begun is not None:
                 found.append((begun, pricer))
         found.sort(key=lambda each: each[0].rank)
@@ -228,6 +264,7 @@ class MixedSearch:
                 made = case.made(estimate.bounds, estimate.taken)
                 whole = case.whole(made) if case.fits(made) else made
             except ParaplanError as fault:  # of one candidate: others are looked at
+                self.faults.append(fault)
                 self.tried.append(in_vain(text, fault, step_s))
                 return
             if case.fits(whole):
@@ -254,8 +291,10 @@ class MixedSearch:
             if better is None:
                 break
             made = better
-        whole = case.whole(case.quickened(made))
-        return min((each for each in (whole, found.whole) if case.fits(each)), key=lambda each: each.simulation.step_s)
+        every = [found.whole]
+        with suppress(ParaplanError):
+            every.append(case.whole(case.quickened(made)))
+        return min((each for each in every if case.fits(each)), key=lambda each: each.simulation.step_s)
 
     def _shifted(self, case: MixedCase, made: Realised, pricer: MixedPricer) -> Realised | None:
         """The plan with one boundary shifted that is faster, of those estimated best; None where none is found."""
@@ -264,10 +303,16 @@ class MixedSearch:
         for each in sorted(near, key=lambda each: each.rank)[:SHIFTED]:
             if self.deadline.is_over:
                 return None
-            tried = case.made(each.bounds, each.taken)
-            if case.fits(tried) and tried.simulation.step_s < made.simulation.step_s:
-                return tried
+            with suppress(ParaplanError):
+                tried = case.made(each.bounds, each.taken)
+                if case.fits(tried) and tried.simulation.step_s < made.simulation.step_s:
+                    return tried
         return None
+
+
+def _of(ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]], chosen: Sequence[int]) -> Iterator[tuple[Span, int]]:
+    """The spans of some ways with those of their microbatches that are chosen."""
+    return ((span, count) for spans, counts in ways for span in spans for count in counts if count in chosen)
 
 
 def allows_mixed(job: Job, constraints: Constraints) -> bool:

@@ -42,21 +42,36 @@ class SpanPrices:
     _pricings: dict[bytes, Pricing] = field(default_factory=dict)
     _there: dict[tuple[Span, int, int], StagePrices | None] = field(default_factory=dict)
 
+    @property
+    def faults(self) -> tuple[ParaplanError, ...]:
+        """Why some spans have no prices."""
+        return tuple(fault for each in self._pricings.values() for fault in each.faults)
+
+    def __post_init__(self) -> None:
+        self._deadline = Deadline(self.limit_s)
+
     def budget(self, group: int) -> int:
         """Bytes that a device of a group may hold."""
         return device_budget(self.job.cluster, self.constraints, group)
 
-    def price(self, wanted: Iterable[tuple[Span, int]]) -> None:
-        """Price what spans and microbatches need, each group kind in its share of the time."""
+    def price(self, wanted: Iterable[tuple[Span, int]], share: float = 1.0) -> None:
+        """Price what spans and microbatches need, each group kind in its share of the time.
+
+        Args:
+            wanted: spans, each with microbatches; what is known already is not priced again.
+            share: of the time left, for all of it.
+        """
         listed: dict[bytes, dict[Combination, None]] = {}
         first: dict[bytes, int] = {}
         for span, count in wanted:
             kind = self._kind(span.group)
             first.setdefault(kind, span.group)
             listed.setdefault(kind, {})[_combination(span, count)] = None
-        for kind, combinations in listed.items():
-            pricing = self._pricing(first[kind], self.limit_s / len(listed))
-            pricing.price_all(tuple(combinations))
+        for number, (kind, combinations) in enumerate(listed.items()):
+            pricing = self._pricing(first[kind])
+            pricing.deadline = Deadline(self._deadline.share_s(share / (len(listed) - number)) / PRICED_SHARE)
+            unknown = [each for each in combinations if pricing.kind(each) not in pricing.prices]
+            pricing.price_all(unknown, rivals=False)
 
     def of(self, span: Span, microbatches: int) -> tuple[StagePrices, ...]:
         """What was priced for a span, fastest first; nothing where there is no sharding, or none was looked for."""
@@ -87,7 +102,7 @@ class SpanPrices:
         own = self.job.cluster.groups[group]
         return msgspec.json.encode((own, self.job.cluster.between_nodes))
 
-    def _pricing(self, group: int, limit_s: float) -> Pricing:
+    def _pricing(self, group: int) -> Pricing:
         kind, cluster = self._kind(group), self.job.cluster
         if kind not in self._pricings:
             alone = cluster_of(cluster, (group,))
@@ -95,9 +110,7 @@ class SpanPrices:
             sizes = [each.nodes * each.devices_per_node for each in cluster.groups]
             whole = sum(self.budget(each) * size for each, size in zip(groups, sizes, strict=True))
             job, inner = replace(self.job, cluster=alone), inner_constraints(self.constraints)
-            self._pricings[kind] = Pricing(
-                job, inner, whole // alone.num_devices, self.progress, Deadline(limit_s / PRICED_SHARE)
-            )
+            self._pricings[kind] = Pricing(job, inner, whole // alone.num_devices, self.progress, self._deadline)
         return self._pricings[kind]
 
 
