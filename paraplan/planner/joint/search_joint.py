@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from paraplan.ir.errors import NoPlanError, SolverLimitError
+from paraplan.ir.errors import NoPlanError, ParaplanError, SolverLimitError
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.process.cores import num_cores
 from paraplan.ir.process.workers import Workers
