@@ -128,6 +128,7 @@ def parse_placement(text: str) -> Placement:
     raise InvalidPlanError(f"no such placement: {text!r} (R, S<dim>, P, Pmax)")
 
 
+@SESSION.cached(4096)
 def parse_layout(text: str) -> Layout:
     """`"S0,R"` to a layout; the empty text is the layout on a mesh without axes."""
     return tuple(parse_placement(part) for part in text.split(",")) if text else ()

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from paraplan.ir.machine.mesh import Layout, Shard, parse_layout
 from paraplan.ir.model.program import master_dtype, trained_params
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import Plan
+from paraplan.ir.plan import ParamLayouts, Plan
 
 Bounds = tuple[tuple[int, int], ...]
 Fits = Callable[[int, int, int], bool]
@@ -152,24 +152,35 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
     """
     program, stage = plan.program, plan.stages[0]
     trained, param_bytes, grad_bytes = set(trained_params(program)), dict[str, int](), dict[str, int]()
+    alike: dict[object, tuple[int, int]] = {}
     for name, layouts in stage.params.items():
-        spec = program.params[name].spec
-
-        def local(dtype: str, layout: str, shape: tuple[int, ...] = spec.shape) -> int:
-            return TensorSpec(dtype, _shard(shape, parse_layout(layout), stage.mesh.shape)).nbytes
-
-        param_bytes[name] = local(spec.dtype, layouts.stored) + layouts.ahead * local(spec.dtype, layouts.state)
-        if name in trained:
-            dtype = master_dtype(program.precision, spec.dtype)
-            slots = plan.optimizer.state_slots + (dtype != spec.dtype)
-            grad_bytes[name] = local(dtype, layouts.grad)
-            param_bytes[name] += grad_bytes[name] + slots * local(dtype, layouts.state)
+        spec, is_trained = program.params[name].spec, name in trained
+        key = spec.dtype, spec.shape, layouts.stored, layouts.grad, layouts.state, layouts.ahead, is_trained
+        if key not in alike:
+            alike[key] = _param_bytes(plan, spec, layouts, is_trained)
+        param_bytes[name], grad = alike[key]
+        if is_trained:
+            grad_bytes[name] = grad
     return ChainMemory(
         tuple(segment.params for segment in program.segments),
         param_bytes,
         grad_bytes,
         tuple(saved_bytes[segment.kind] for segment in program.segments),
     )
+
+
+def _param_bytes(plan: Plan, spec: TensorSpec, layouts: ParamLayouts, is_trained: bool) -> tuple[int, int]:
+    """What a rank keeps for a parameter, and its gradient of that."""
+
+    def local(dtype: str, layout: str) -> int:
+        return TensorSpec(dtype, _shard(spec.shape, parse_layout(layout), plan.stages[0].mesh.shape)).nbytes
+
+    stored = local(spec.dtype, layouts.stored) + layouts.ahead * local(spec.dtype, layouts.state)
+    if not is_trained:
+        return stored, 0
+    dtype = master_dtype(plan.program.precision, spec.dtype)
+    slots, grad = plan.optimizer.state_slots + (dtype != spec.dtype), local(dtype, layouts.grad)
+    return stored + grad + slots * local(dtype, layouts.state), grad
 
 
 def _shard(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
