@@ -8,7 +8,7 @@ others, to be started on their nodes alone. Its certificate is of the groups it 
 searched as they are.
 
 What is cheap is planned first: every set's devices as one mesh, so that a search that time cuts short loses to none of
-these.
+these. What time did cut short is searched again in what others leave of it.
 """
 
 from __future__ import annotations
@@ -73,20 +73,30 @@ def among_groups(
         part = replace(job, cluster=cluster_of(job.cluster, way[0]))
         return searches[way[1]](part, pins, share_s, lambda text: progress(f"on {words}: {text}"), certify)
 
-    ways = _ways(job, constraints)
-    found = _as_one_mesh(ways, constraints, ONE_MESH_SHARE * deadline.limit_s, searched)
-    faults: dict[Way, ParaplanError] = {}
-    late: list[Way] = []
-    for number, way in enumerate(ways):
-        if found and deadline.is_over:
-            late.append(way)
-            continue
+    def has_taken_all(way: Way, share_s: float) -> bool:
+        """Whether a search took all its time."""
+        began_s = deadline.passed_s
         try:
-            made = searched(way, constraints, deadline.share_s(_share(ways, number)), certify)
+            made = searched(way, constraints, share_s, certify)
         except ParaplanError as fault:  # of one way: others are looked at
             faults[way] = fault
         else:
             found[way] = min(made, found.get(way, made), key=lambda each: each.step_s)
+        return deadline.passed_s - began_s >= share_s
+
+    ways = _ways(job, constraints)
+    found = _as_one_mesh(ways, constraints, ONE_MESH_SHARE * deadline.limit_s, searched)
+    faults: dict[Way, ParaplanError] = {}
+    late: list[Way] = []
+    cut: list[Way] = []
+    for number, way in enumerate(ways):
+        if found and deadline.is_over:
+            late.append(way)
+        elif has_taken_all(way, deadline.share_s(_share(ways, number))):
+            cut.append(way)
+    for way in cut:
+        if not deadline.is_over:
+            has_taken_all(way, deadline.share_s())
     if not found:
         raise _nothing(ways, faults)
     best = min(found, key=lambda way: (found[way].step_s, way[1], len(way[0])))
@@ -158,13 +168,13 @@ def _told(
         return f"{said(cluster, way[0])}{', positions of their own' if way[1] else ''}"
 
     words = [f"{of(each)}: {made.step_s:.4g} s" for each, made in found.items()]
-    words += [f"{of(each)}: no plan" for each in faults]
+    words += [f"{of(each)}: no plan" for each in faults if each not in found]
     words += [f"{of(each)}: not searched, as time ran out" for each in late]
     notes = [f"groups of nodes searched, each set as a cluster of its own: {'; '.join(words)}"]
     if idle:
         notes.insert(0, f"{said(cluster, idle)} idle: this plan is for {plan.cluster.name}, to be started there alone")
     others = [planned(f"on {of(each)}", made.plan) for each, made in found.items() if each != best]
-    none = [in_vain(f"on {of(each)}", fault) for each, fault in faults.items()]
+    none = [in_vain(f"on {of(each)}", fault) for each, fault in faults.items() if each not in found]
     own = plan.tried or (planned(plan_words(plan), plan),)
     certificate = plan.certificate
     if certificate is not None and certificate.bound_s <= 0 and not job.compiled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,92 +9,29 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
 
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.realised_plan import Realised
-from paraplan.ir.errors import ConstraintError, SolverLimitError
-from paraplan.ir.machine.cluster import ClusterSpec, Link, NodeGroup, check_cluster
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.process.memo import release_caches
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint import pricing
 from paraplan.planner.joint.sharding_front import front
-from paraplan.planner.mixed.idle_groups import among_groups
-from paraplan.planner.mixed.listing import check_on_cluster, divisions, group_orders
+from paraplan.planner.mixed.listing import divisions, group_orders
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate
 from paraplan.planner.mixed.mixed_plan import MixedCase
 from paraplan.planner.mixed.search_mixed import MixedSearch, allows_mixed, search_mixed
 from paraplan.planner.mixed.work_bound import work_bound_s
-from paraplan.planner.search import find, find_mixed, search
-from tests.runtime.pipelines import account, run
+from paraplan.planner.search import find, search
+from tests.planner.joint.chains import WIDTHS, Chain, chained, cluster, group, job, step_s
+from tests.runtime.pipelines import run
 from tests.runtime.web import batch, program, web
-
-(LOCAL,) = ClusterSpec.local(2).groups
-WIDTHS = (24, 96, 48, 160, 32, 64, 8)
-
-
-class Chain(nn.Module):
-    """Layers of different sizes, one after another."""
-
-    def __init__(self, times: int = 1) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(times * a, times * b) for a, b in itertools.pairwise(WIDTHS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (x * x).mean()
-
-
-def chain() -> Chain:
-    torch.manual_seed(0)
-    return Chain().double()
-
-
-def rows() -> dict[str, Tensor]:
-    return {"x": torch.randn(256, WIDTHS[0], dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
-
-
-@functools.cache
-def chained() -> Program:
-    return capture(chain(), rows(), precision="fp64")
-
-
-def group(speed: float, devices: int = 1, memory_bytes: int = 4 << 30, link: float = 1.0) -> NodeGroup:
-    """A node of CPU processes so many times as fast as `ClusterSpec.local`'s, their link likewise."""
-    device = msgspec.structs.replace(
-        LOCAL.device,
-        kind=f"cpu x{speed:g}",
-        memory_bytes=memory_bytes,
-        reserves=(),
-        launch_s=1e-7,
-        flops_per_s={dtype: rate * speed / 25 for dtype, rate in LOCAL.device.flops_per_s.items()},
-        memory_bytes_per_s=LOCAL.device.memory_bytes_per_s * speed,
-    )
-    in_node = Link(bytes_per_s=LOCAL.in_node.bytes_per_s * link, latency_s=1e-6)
-    return msgspec.structs.replace(LOCAL, device=device, devices_per_node=devices, in_node=in_node)
-
-
-def cluster(*groups: NodeGroup, between: float = 1e9) -> ClusterSpec:
-    slow = Link(bytes_per_s=between, latency_s=1e-6)
-    return check_cluster(ClusterSpec(name="mixed", groups=groups, between_nodes=slow))
-
-
-def job(on: ClusterSpec, of: Program) -> Job:
-    return Job(of, on, OPTIMIZERS["adamw"], ModelRef(display="chain"), {})
-
-
-def step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_s
 
 
 def searched(on: ClusterSpec, of: Program, pins: Constraints) -> tuple[MixedSearch, list[MixedEstimate]]:
@@ -322,70 +258,3 @@ def test_what_is_pinned_may_leave_no_pipeline_over_groups() -> None:
     for pins in (Constraints(pp=1), Constraints(schedule="gems"), Constraints(offload="host")):
         assert not allows_mixed(on, pins)
     assert not allows_mixed(job(cluster(group(4.0)), chained()), Constraints())
-
-
-@pytest.mark.parametrize(
-    ("pins", "said"),
-    [
-        (Constraints(pp=2, stages=((0, 2), (2, 9))), "stage 1 is 2:9.*the model has 6"),
-        (Constraints(pp=2, stages=((0, 2), (2, 5))), "stages end at segment 5, the model has 6"),
-        (Constraints(pp=2, stages=((0, 1), (1, 2), (2, 6))), "3 stages cannot lie on pp=2"),
-        (Constraints(microbatches=3), "does not divide into 3 microbatches"),
-        (Constraints(pp=2, microbatches=1, schedule="interleaved"), "give a multiple of 2"),
-        (Constraints(pp=4, schedule="interleaved"), "more than the model's 6 segments"),
-        (Constraints(pp=2, params={"layers.0.weight": "S7/S0/S0"}), "nothing is left for layers.0.weight"),
-        (Constraints(ep=2), "the model has no experts"),
-        (Constraints(pp=9), "pp=9 does not divide"),
-    ],
-)
-def test_pins_that_contradict_the_model_are_refused_as_over_one_group(pins: Constraints, said: str) -> None:
-    for on in (cluster(group(2.0, 4)), cluster(group(4.0, 2), group(1.0, 2))):
-        with pytest.raises(ConstraintError, match=said):
-            search(job(on, chained()), pins)
-
-
-def test_stages_that_end_beyond_the_model_are_refused_by_the_mixed_search_itself() -> None:
-    on = job(cluster(group(4.0), group(1.0)), chained())
-    with pytest.raises(ConstraintError, match="stage 1 is 2:9"):
-        find_mixed(on, Constraints(pp=2, stages=((0, 2), (2, 9))))
-
-
-def test_positions_need_not_divide_all_devices() -> None:
-    """Three of a pair of devices and two single ones; what groups cannot be divided into is refused at once."""
-    on, pins = cluster(group(4.0, 2), group(1.0, 2)), Constraints(pp=3, microbatches=4, schedule="1f1b")
-    check_on_cluster(pins, on)
-    for pp, other in ((3, cluster(group(1.0, 4))), (5, on)):
-        with pytest.raises(ConstraintError, match=f"pp={pp} does not divide"):
-            check_on_cluster(Constraints(pp=pp), other)
-    plan = search(job(on, chained()), pins).plan
-    assert sorted(stage.mesh.size for stage in plan.stages) == [1, 1, 2]
-    assert account(plan, chain(), rows(), steps=1).error <= 1e-9
-
-
-@pytest.mark.parametrize("batch_rows", [256, 192])
-def test_the_free_plan_is_no_slower_than_with_microbatches_pinned(batch_rows: int) -> None:
-    """Few of them do best here: a call takes long to launch."""
-    slow = msgspec.structs.replace(group(1.0).device, launch_s=2e-5)
-    groups = (msgspec.structs.replace(group(2.5), device=slow), msgspec.structs.replace(group(1.0, 3), device=slow))
-    given = {"x": torch.randn(batch_rows, WIDTHS[0])}
-    of = job(cluster(*groups, between=1e10), capture(chain().float(), given, precision="fp32"))
-    free_s = step_s(search_mixed(of, Constraints(), Deadline(60.0), lambda _: None))
-    for count in (2, 4, 8, 16):
-        pinned = search_mixed(of, Constraints(microbatches=count), Deadline(60.0), lambda _: None)
-        assert free_s <= step_s(pinned) * (1 + 1e-9)
-
-
-def test_what_time_leaves_loses_to_no_group_as_one_mesh() -> None:
-    """Every search for more than one mesh finds nothing, as one that time cuts short."""
-    on = job(cluster(group(4.0, 2), group(3.0, 2), between=1e8), chained())
-
-    def late(part: Job, pins: Constraints, *more: Any) -> BestPlan:
-        if pins.pp == 1:
-            return find(part, pins, *more)
-        raise SolverLimitError("time ran out")
-
-    found = among_groups((late, late), on, Constraints(), 30.0, lambda _: None, True)
-    alone = [job(cluster(each), chained()) for each in on.cluster.groups]
-    one_mesh = [find(each, Constraints(pp=1)).step_s for each in (on, *alone)]
-    assert found.step_s == min(one_mesh)
-    assert found.plan.certificate is not None and 0 < found.plan.certificate.bound_s <= found.step_s
