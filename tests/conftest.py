@@ -50,6 +50,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(*RARELY)
 
 
+def pytest_sessionfinish() -> None:
+    """What is alive stays until the process ends: pytest walks all objects five times then."""
+    gc.collect()
+    gc.freeze()
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A program, values for its inputs, and what one step of it gives on one device."""

@@ -132,11 +132,19 @@ def as_predicted(
         assert all(wanted[tier] - workspace.get(tier, 0) <= found[tier] <= wanted[tier] for tier in found)
 
 
-CASES = [("one", 1), ("one", 3), ("dp", 1), ("zero1", 1), ("zero3", 2), ("tp", 1), ("pp", 1)]
+CASES = [
+    ("gpt2", "one", 1, 0),
+    ("mlp", "one", 3, 2),
+    ("gpt2", "dp", 1, 0),
+    ("mlp", "zero1", 1, 2),
+    ("gpt2", "zero3", 2, 0),
+    ("mlp", "tp", 1, 2),
+    ("gpt2", "pp", 1, 0),
+]
+"""A model, its pins, every so-manieth parameter late, from which step on."""
 
 
-@pytest.mark.parametrize(("name", "after"), [("gpt2", 0), ("mlp", 2)])
-@pytest.mark.parametrize(("pin", "every"), CASES)
+@pytest.mark.parametrize(("name", "pin", "every", "after"), CASES)
 def test_steps_equal_one_device_that_updates_late(name: str, pin: str, every: int, after: int) -> None:
     """All parameters late, or a third or half of them; losses of every step, parameters after each, and in the end."""
     plan = planned(name, pin, "host", "momentum")

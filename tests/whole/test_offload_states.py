@@ -47,10 +47,15 @@ from tests.whole.offloaded_states import (
 
 WHOLE = ("one", "zero3", "tp", "pp")
 """Those whose parameters can be on the host too: they lie as their states do."""
+MODELS = ("gpt2", "mlp")
+CASES = [
+    *((MODELS[at % 2], pin, "host") for at, pin in enumerate(PINS)),
+    *((MODELS[1 - tuple(PINS).index(pin) % 2], pin, "all") for pin in WHOLE),
+]
+"""Every pin with either: one model with states alone on the host, the other with parameters there too."""
 
 
-@pytest.mark.parametrize(("pin", "states"), [*((pin, "host") for pin in PINS), *((pin, "all") for pin in WHOLE)])
-@pytest.mark.parametrize("name", ["gpt2", "mlp"])
+@pytest.mark.parametrize(("name", "pin", "states"), CASES)
 def test_steps_equal_one_device_and_are_as_predicted(name: str, pin: str, states: str) -> None:
     plan = planned(name, pin, states, "momentum")
     stored = "host" if states == "all" else ""
