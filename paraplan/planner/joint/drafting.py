@@ -21,6 +21,7 @@ from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.pipeline.pipeline_case import FILLED, FILLED_BY_MANY
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
@@ -30,6 +31,37 @@ ROUNDS = 4
 """How often a pipeline is planned, each time for fewer bytes."""
 LEANER = 2.0
 """Times what a pipeline's fullest device is over, what a sharding is to keep less on every one."""
+CALL_S, WHOLE = 1.5e-3, 0.7
+"""Seconds that a segment takes to plan per microbatch that it is planned for, before the first pipeline has said so; of
+them, what it takes in each of all microbatches once the plan is made whole."""
+
+
+@dataclass
+class Effort:
+    """What pipelines take to plan.
+
+    Attributes:
+        segments: of the model.
+        call_s: what a segment takes in a microbatch: half of it what the last one took.
+    """
+
+    segments: int
+    call_s: float = CALL_S
+
+    def seconds(self, combination: Combination) -> float:
+        """Until its plan is whole; of one stage nothing to speak of."""
+        if combination.pp == 1:
+            return 0.0
+        return self.call_s * (self._calls(combination) + WHOLE * self.segments * combination.microbatches)
+
+    def took(self, combination: Combination, seconds: float) -> None:
+        """A pipeline was planned for its first microbatches."""
+        if combination.pp > 1:
+            self.call_s = (self.call_s + seconds / self._calls(combination)) / 2
+
+    def _calls(self, combination: Combination) -> int:
+        filled = FILLED if combination.each == 1 else FILLED_BY_MANY
+        return self.segments * min(combination.microbatches, filled * combination.pp)
 
 
 @dataclass(frozen=True)

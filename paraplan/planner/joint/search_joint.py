@@ -29,7 +29,7 @@ from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
-from paraplan.planner.joint.drafting import Drafting
+from paraplan.planner.joint.drafting import Drafting, Effort
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.joint.proving import Bounding, bound_of
@@ -212,14 +212,20 @@ class JointSearch:
         schedule not planned yet by as much as the best of others, and not by more than `ALIKE`: what is left out of it
         is left out of all.
         """
-        waiting, in_vain, longest = list(estimates), 0, (0.0, 1)
+        waiting, in_vain, effort = list(estimates), 0, Effort(len(self.job.program.segments))
         most = max((each.combination.num_actions for each in estimates), default=1)
 
         def rank(estimate: Estimate) -> float:
             return self._hoped_s(estimate) * (1 + SHORT * estimate.combination.num_actions / most)
 
         while waiting:
-            first = min(waiting, key=rank)
+            left_s = self.deadline.limit_s - self.deadline.passed_s
+            in_time = [each for each in waiting if effort.seconds(each.combination) <= left_s]
+            if len(in_time) < len(waiting) and LATE not in self.words:
+                self.words.append(LATE)
+            if not in_time and (self.drafts or in_vain >= MOST):
+                return
+            first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or math.isinf(first.step_s)):
                 return
             family = first.family
@@ -227,17 +233,10 @@ class JointSearch:
             if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
             waiting.remove(first)
-            owed_s = min(self.drafts, key=lambda draft: draft.step_s).making_s if self.drafts else 0.0
-            ends_s = self.deadline.passed_s + _expected_s(first, longest) + owed_s
-            if (self.drafts or in_vain >= MOST) and ends_s > self.deadline.limit_s:
-                if LATE not in self.words:
-                    self.words.append(LATE)
-                continue
             before, began_s = self.best_s, self.deadline.passed_s
             self._plan(first)
             in_vain = 0 if self.best_s < before else in_vain + 1
-            if first.combination.pp > 1:
-                longest = max(longest, (self.deadline.passed_s - began_s, first.combination.num_actions))
+            effort.took(first.combination, self.deadline.passed_s - began_s)
 
     def _nothing(self) -> ParaplanError:
         """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
@@ -374,9 +373,3 @@ def search_joint(
     made_with = found.job, found.constraints, found.budget, found.deadline
     with closing(Workers(beside, pricing_beside, *made_with)) as found.workers:
         return found.found(listed, one_stage, certify)
-
-
-def _expected_s(estimate: Estimate, longest: tuple[float, int]) -> float:
-    """What a pipeline takes to plan, where the one that took longest took so long for so many actions."""
-    seconds, actions = longest
-    return seconds * max(estimate.combination.num_actions / actions, 1.0) if estimate.combination.pp > 1 else 0.0

@@ -26,7 +26,6 @@ class Draft:
         make: the plan, with its prediction.
         sample: the plan of the first microbatches, which holds as much; that of all where there is no other.
         peak_bytes: the most a rank holds of it.
-        making_s: what making the plan is thought to take.
         plan: once it is made.
     """
 
@@ -34,7 +33,6 @@ class Draft:
     make: Callable[[], Plan]
     sample: Plan
     peak_bytes: int
-    making_s: float = 0.0
     plan: Plan | None = None
 
     @staticmethod

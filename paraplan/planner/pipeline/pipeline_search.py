@@ -13,7 +13,6 @@ otherwise nothing fits).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,8 +46,6 @@ SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
 TIMES = 2
 """How often: the second time as much less may be held as all microbatches held more the first time."""
-REALISED = 2
-"""Pipelines that are lowered, at least, to decide on one."""
 QUICKER = 0.02
 """What a plan is thought to gain at most once its messages, reductions and products are."""
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
@@ -97,7 +94,6 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
     """As `search_pipeline`, from what is known, and not made whole yet; `Slower` where that is enough to leave it."""
     if constraints.schedule == SEARCHED:
         return Draft.of(_searched(job, constraints, shardings))
-    began_s = time.perf_counter()
     case = case_of(job, constraints)
     few = of_few_microbatches(case)
     best = _fastest(few or case, shardings, start)
@@ -108,9 +104,8 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
     least_s = few.least_s(best)
     if least_s > start.within_s:
         return Slower(least_s)
-    making_s = (time.perf_counter() - began_s) * case.num_run / few.num_run / REALISED
     whole = partial(_whole, case, few, best, shardings, start)
-    return Draft(least_s, whole, best.plan, best.peak_bytes, making_s)
+    return Draft(least_s, whole, best.plan, best.peak_bytes)
 
 
 def _whole(case: PipelineCase, few: PipelineCase, best: Realised, shardings: Shardings, start: Start) -> Plan:
