@@ -35,11 +35,14 @@ from paraplan.ir.machine.kernel_choice import OpCall
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.graph import Arg, refs
 from paraplan.ir.model.scan import SCAN, scan_of
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.profile import Measured, OpTime, Profile, detail_of, full_key, odd_strides, shape_key
 from paraplan.rules.device_kernels.kernel_counts import launch_count
 from paraplan.rules.workspace import loop_workspace
 
 FILL_TAIL = "paraplan.fill_tail_"
+ADD, BETWEEN_BLOCKS = "aten.add_.Tensor", "between blocks"
+"""What adds gradients and losses of microbatches, and how its times are told from those of a block's."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,31 @@ class Costs:
             shape = shape_key(target, key[1], inputs, outputs) if self.measured is not None else ""
             time = self._ops[key] = self._slowest_s(target, shape, None, work)[0]
         return time
+
+    def sum_s(self, held: TensorSpec, added: TensorSpec) -> float:
+        """Seconds of adding a tensor to one that is held, outside of blocks.
+
+        Raises:
+            CostModelError: see `op_s`.
+        """
+        inputs, outputs, args = (held, added), (held,), ("%0", "%1")
+        seconds = self.op_s(ADD, args, {}, inputs, outputs)
+        if self.measured is not None:
+            flag = int(variant(ADD, args, {}))
+            shape, work = shape_key(ADD, flag, inputs, outputs), _work(ADD, flag, inputs, outputs, None)
+            how = self._slowest_s(ADD, shape, None, work)[1]
+            made = tuple(Measured(each.dtype, each.shape) for each in inputs)
+            op = OpTime(
+                target=ADD,
+                flag=flag,
+                inputs=made,
+                outputs=made[:1],
+                detail=BETWEEN_BLOCKS,
+                seconds=seconds,
+                samples=int(how == MEASURED),
+            )
+            self._lowered[op.full_key] = op, how
+        return seconds
 
     def work_s(self, work: OpWork) -> float:
         """Seconds of some work on the slowest device, by the analytic model."""

@@ -150,12 +150,14 @@ def _contains(shape: list[int], wanted: list[int]) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("share", "pins"), [(0.4, {}), (1.0, {"dp": 2, "tp": 2}), (0.4, {"zero": 3, "dp": 4})])
+@pytest.mark.parametrize(
+    ("share", "pins"), [(0.4, {"microbatches": 2}), (1.0, {"dp": 2, "tp": 2}), (0.4, {"zero": 3, "dp": 4})]
+)
 def test_a_profiled_plan_carries_its_times_and_keeps_its_bound(
     program: Program, share: float, pins: dict[str, int]
 ) -> None:
     profile = made_up([*all_ops(program, 4), *moves()], 3, share)
-    ways = 4 if pins else 2  # a free search is of two devices
+    ways = 4 if "dp" in pins else 2
     job = Job(program, ClusterSpec.local(ways), ADAMW, ModelRef(display="x"), {}, profile)
     plan = search(job, Constraints(**pins)).plan  # type: ignore[arg-type]
     assert plan.certificate is not None and plan.prediction is not None and plan.profile is not None

@@ -1,7 +1,7 @@
 """A pipeline from its estimate: in the sharding that was priced, its stages cut and recomputing as was estimated.
 
 Where allocators would reserve more for it than there is, it is estimated and planned again for as many bytes alive as
-would do if as large a share of what is reserved were alive.
+would do if as large a share of what is reserved were alive, as long as there is time.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Drafting:
             found = search_from(job, pins, self.shardings, start)
             if isinstance(found, Slower) or not self.reserves or estimate.combination.pp == 1 or sharding is None:
                 return found
-            if (needed := found.needed_bytes) <= budget:
+            if (needed := found.needed_bytes) <= budget or self.pricing.deadline.is_over:
                 return found
             allowed = found.peak_bytes * budget // needed
             fewer = self._estimated(estimate.combination, allowed, sharding, found.peak_bytes - allowed)
