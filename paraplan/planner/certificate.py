@@ -67,7 +67,7 @@ def certified_alike(plan: Plan, others: Iterable[Plan]) -> Plan:
     """
     assert plan.prediction is not None and plan.certificate is not None
     step_s, best = plan.prediction.step_s, plan.certificate
-    for other in others:
+    for other in others if best.bound_s <= 0.0 else ():
         known = other.certificate
         meshes, counts = [{each.mesh.shape for each in one.stages} for one in (plan, other)], plan.num_microbatches
         alike = meshes[0] == meshes[1] and counts == other.num_microbatches and len(plan.stages) == len(other.stages)

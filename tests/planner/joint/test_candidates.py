@@ -13,7 +13,7 @@ from paraplan.ir.errors import InvalidPlanError, MixedSamples, ParaplanError
 from paraplan.ir.model.program import Program
 from paraplan.planner.certificate import certified_alike
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.joint import pricing, search_joint
+from paraplan.planner.joint import drafting, pricing
 from paraplan.planner.joint.space_bound import SpaceBound
 from paraplan.planner.search import find, search
 from paraplan.rules.time_axis import program_micro
@@ -56,7 +56,7 @@ def test_a_batch_that_cannot_be_split_has_a_free_plan_and_a_bound() -> None:
 def test_a_plan_that_fails_leaves_the_others(fault: ParaplanError, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is the first to be planned as a pipeline is."""
     asked = []
-    made = search_joint.search_from
+    made = drafting.search_from
 
     def failing(*args: object) -> object:
         asked.append(args)
@@ -64,7 +64,7 @@ def test_a_plan_that_fails_leaves_the_others(fault: ParaplanError, monkeypatch: 
             raise fault
         return made(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search_joint, "search_from", failing)
+    monkeypatch.setattr(drafting, "search_from", failing)
     plan = search(zoo_job("gpt2", 2), Constraints(microbatches=2)).plan
     assert asked and any(each.why == str(fault) for each in plan.tried)
 
