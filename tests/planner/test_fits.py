@@ -30,7 +30,7 @@ from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.fits import needed_bytes, search_room
 from paraplan.planner.pipeline.draft import Draft
-from paraplan.planner.search import search
+from paraplan.planner.search import find, search
 from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.report.explain import verdict
 
@@ -180,6 +180,18 @@ def test_another_plan_of_the_search_has_room(monkeypatch: pytest.MonkeyPatch) ->
 def _step_s(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_s
+
+
+def test_pipelines_without_room_are_the_last_that_a_search_gives() -> None:
+    """Where others have room those are; what is planned for fewer bytes is so that it has."""
+    pins = Constraints(schedule="1f1b", microbatches=8)
+    roomy = Draft.of(find(job(1 << 40), pins, certify=False).plan)
+    assert roomy.peak_bytes < roomy.needed_bytes
+    tight = job(roomy.needed_bytes - MIB)
+    last = Draft.of(find(tight, pins, certify=False, reserves=True).plan)
+    assert last.peak_bytes <= roomy.needed_bytes - MIB < last.needed_bytes
+    found = Draft.of(find(tight, Constraints(microbatches=8), certify=False, reserves=True).plan)
+    assert len(found.sample.stages) == 1 or found.needed_bytes <= roomy.needed_bytes - MIB
 
 
 def test_no_plan_has_room_as_reserved() -> None:

@@ -72,11 +72,13 @@ class Drafting:
         pricing: of positions.
         shardings: of stages' devices, where a priced one does not fit.
         reserves: whether allocators have to have room.
+        roomless: added to: pipelines that they have no room for, however few bytes they are planned for.
     """
 
     pricing: Pricing
     shardings: Shardings
     reserves: bool
+    roomless: list[Draft]
 
     def pins(self, estimate: Estimate) -> Constraints:
         """An estimate's combination as constraints have it, with its stages where the usual ones are others."""
@@ -97,20 +99,28 @@ class Drafting:
         """
         job, budget, pins = self.pricing.job, self.pricing.budget, self.pins(estimate)
         check_constraints(pins, job.cluster.num_devices)
-        is_only = math.isfinite(estimate.step_s)
+        is_only, first = math.isfinite(estimate.step_s), None
         for _ in range(ROUNDS):
             sharding = self._sharding(estimate)
             start = Start(sharding, estimate.taken, within_s, is_only)
-            found = search_from(job, pins, self.shardings, start)
+            try:
+                found = search_from(job, pins, self.shardings, start)
+            except NoPlanError:
+                if first is None:
+                    raise
+                break
             if isinstance(found, Slower) or not self.reserves or estimate.combination.pp == 1 or sharding is None:
                 return found
             if (needed := found.needed_bytes) <= budget or self.pricing.deadline.is_over:
                 return found
+            first = first or found
             allowed = found.peak_bytes * budget // needed
             fewer = self._estimated(estimate.combination, allowed, sharding, found.peak_bytes - allowed)
             if fewer is None:
                 break
             estimate, pins = fewer, msgspec.structs.replace(self.pins(fewer), memory_bytes=allowed)
+        assert first is not None
+        self.roomless.append(first)
         raise SolverLimitError(
             f"it fits by the bytes alive, but {say_size(needed)} would be reserved, of {say_size(budget)}"
         )

@@ -59,8 +59,9 @@ SHORT = 0.02
 ALIKE = 1.05
 """How much longer than estimated pipelines of a schedule not planned yet are thought to be at most, for those of others
 having been."""
+INTERRUPTED = "interrupted"
 LATE = "others not in time"
-"""Said where a pipeline would have been planned, were there time for so many actions as it has."""
+"""Said where a search was, and where a pipeline would have been planned, were there time for so many microbatches."""
 ESTIMATED = 40
 """Combinations whose orders are simulated: the best by a closed form."""
 FEWEST = 20
@@ -94,6 +95,7 @@ class JointSearch:
     reserves: bool = False
     workers: Workers | None = None
     drafts: list[Draft] = field(default_factory=list)
+    roomless: list[Draft] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     faults: list[ParaplanError] = field(default_factory=list)
@@ -130,10 +132,11 @@ class JointSearch:
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
             self._solve_one_stage(one_stage, certify)
+            self.drafts = self.drafts or self.roomless  # for which room is to be made
         except KeyboardInterrupt:
             if not self.drafts:
                 raise
-            self.words.append("interrupted")
+            self.words.append(INTERRUPTED)
         self._make_fastest()
         if not self.drafts:
             raise self._nothing()
@@ -176,9 +179,9 @@ class JointSearch:
     def _certified(self, best: Draft, listed: Sequence[Combination]) -> Plan:
         """The plan with what is proved of every combination; with its own certificate where that is nothing, and where
         the plan is outside of the space and faster."""
-        plan = best.made()
-        if self._bound is None or self._bound.cut != best.cut:
-            self._bound = self._bounding(listed)
+        plan, cut = best.made(), best.cut
+        if self._bound is None or (len(cut) > 1 and self._bound.cut != cut):
+            self._bound = None if INTERRUPTED in self.words else self._bounding(listed)
         if self._bound is None:
             return plan
         (bound_s, spread), mesh = self._bound.answer(), plan.stages[0].mesh.shape
@@ -316,10 +319,13 @@ class JointSearch:
         """Plan a combination as a pinned pipeline."""
         step_s = estimate.step_s if math.isfinite(estimate.step_s) else None
         said = "estimated not to fit" if step_s is None else f"{step_s:.4g} s estimated"
-        drafting = Drafting(self.pricing, self.shardings, self.reserves)
+        drafting = Drafting(self.pricing, self.shardings, self.reserves, [])
         within_s = self.best_s if estimate.combination.pp > 1 else math.inf  # one stage takes a second
         make, pins = partial(drafting.drafted, estimate, within_s), drafting.pins(estimate)
         found_s, family = self._try(estimate.combination.text, pins, make, f" ({said})", step_s), estimate.family
+        for draft in drafting.roomless:
+            self.roomless.append(draft)
+            self._drafted[id(draft)] = estimate.combination.text, step_s, {}
         if step_s is not None:
             self._off[family] = found_s / step_s if found_s is not None else UNFIT * self._off.get(family, 1.0)
 

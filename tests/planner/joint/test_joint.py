@@ -16,7 +16,8 @@ from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.joint.combinations import combinations
+from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.joint.drafting import Effort
 from paraplan.planner.joint.sharding_front import front, with_price
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
@@ -150,3 +151,11 @@ def test_the_pipeline_found_is_about_as_fast_as_the_best_pinned_one() -> None:
     pinned = [search(job, msgspec.structs.replace(pins, pp=pp), certify=False).plan for pp in (2, 4)]
     assert found.prediction is not None and any("were estimated" in note for note in found.notes)
     assert found.prediction.step_s <= 1.02 * min(p.prediction.step_s for p in pinned if p.prediction is not None)
+
+
+def test_what_pipelines_take_to_plan_is_learned() -> None:
+    effort, one, two = Effort(100), Combination(4, (2,), 64, "1f1b", 1), Combination(4, (2,), 128, "1f1b", 1)
+    first = effort.seconds(one)
+    assert 0 < first < effort.seconds(two) and effort.seconds(Combination(1, (8,), 64, "1f1b", 1)) == 0
+    effort.took(one, 3 * effort.call_s * 100 * 8)  # eight microbatches fill four positions
+    assert effort.seconds(one) == pytest.approx(2 * first)
