@@ -84,6 +84,29 @@ def test_accounts_of_random_requests(seed: int) -> None:
     assert sum(block.nbytes for block in whole) == allocator.reserved_bytes
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_touch_is_an_allocation_given_back_at_once(seed: int) -> None:
+    rng, capacity = random.Random(seed), 1 << 30
+    touched, plain = CachingAllocator(capacity), CachingAllocator(capacity)
+    live: list[tuple[AllocatedBlock, AllocatedBlock]] = []
+    for _ in range(400):
+        nbytes, kind = int(2 ** rng.uniform(0, 25)), rng.random()
+        if kind < 0.4:
+            touched.touch(nbytes)
+            plain.release(plain.allocate(nbytes))
+        elif kind < 0.7 or not live:
+            live.append((touched.allocate(nbytes), plain.allocate(nbytes)))
+        else:
+            for allocator, block in zip((touched, plain), live.pop(rng.randrange(len(live))), strict=True):
+                allocator.release(block)
+        accounts = [
+            (a.reserved_bytes, a.allocated_bytes, a.peak_reserved_bytes, a.peak_allocated_bytes)
+            for a in (touched, plain)
+        ]
+        assert accounts[0] == accounts[1]
+        assert all(a.address == b.address for a, b in live)
+
+
 @given(random_programs())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_replayed_is_what_is_simulated(monkeypatch: pytest.MonkeyPatch, given_program: RankProgram) -> None:
