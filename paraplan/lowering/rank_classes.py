@@ -33,7 +33,7 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
         InvalidPlanError: the plan does not fit its program.
     """
     made_of = tuple(_known_by(getattr(plan, name)) for name in plan.__struct_fields__ if name not in _SAID)
-    return _LATELY.get(made_of, lambda: _lowered(plan))
+    return _LATELY.get(made_of, lambda: lower_anew(plan))
 
 
 def _known_by(value: object) -> Hashable:
@@ -68,7 +68,12 @@ def _built(plan: Plan, classes: Collection[tuple[str, ...]]) -> dict[tuple[str, 
     return {actions: sum_products(program, plan.cluster.backend, done) for actions, program in built.items()}
 
 
-def _lowered(plan: Plan) -> tuple[RankProgram, ...]:
+def lower_anew(plan: Plan) -> tuple[RankProgram, ...]:
+    """As `lower`, whatever was lowered before.
+
+    Raises:
+        InvalidPlanError: the plan does not fit its program.
+    """
     ordered = in_order(_built(plan, plan.schedule.classes))
     if plan.memory_actions is not None:
         if plan.cluster.num_devices > 1:

@@ -7,7 +7,8 @@ import pytest
 
 from paraplan.ir.machine.mesh import S, parse_placement
 from paraplan.ir.process.memo import SESSION, Lately, Same, Session, release_caches
-from paraplan.lowering import lower, stage_blocks
+from paraplan.lowering import stage_blocks
+from paraplan.lowering.rank_classes import lower_anew
 from paraplan.planner.sampling import random_plan
 
 
@@ -32,12 +33,12 @@ def test_a_key_is_an_object_and_not_what_it_holds() -> None:
 def test_blocks_are_shared_and_as_if_made_alone(tiny_gpt2, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     plan = random_plan(tiny_gpt2.job(2), 4, 4)
     other = msgspec.structs.replace(plan, bundle_bytes=0)
-    (first, *_), (second, *_) = lower(plan), lower(other)
+    (first, *_), (second, *_) = lower_anew(plan), lower_anew(other)
     forward = [name for name in first.blocks if name.endswith((".F", ".B"))]
     assert forward and all(second.blocks[name] is first.blocks[name] for name in forward)
     for memo in ("_FORWARDS", "_BACKWARDS"):
         monkeypatch.setattr(stage_blocks, memo, Lately(0, lambda made: 1))
-    alone = lower(other)[0]
+    alone = lower_anew(other)[0]
     assert alone == second and all(alone.blocks[name] is not first.blocks[name] for name in forward)
 
 

@@ -11,8 +11,8 @@ from paraplan.ir.execution.rank_program import Block, InstrKind, RankProgram, in
 from paraplan.ir.machine.mesh import P, R, S
 from paraplan.ir.machine.reshard import reshard_path
 from paraplan.ir.plan import Plan
-from paraplan.lowering import lower
 from paraplan.lowering.blocks import bundle
+from paraplan.lowering.rank_classes import lower_anew
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search
 from paraplan.runtime.executing import instructions
@@ -51,7 +51,7 @@ def runs(program: RankProgram, action: str) -> list[int]:
 
 
 def test_small_parameters_are_gathered_and_their_gradients_scattered_at_once(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
-    program = lower(planned(tiny_gpt2, 3))[0]
+    program = lower_anew(planned(tiny_gpt2, 3))[0]
     inside = {
         instr.target
         for step in program.steps
@@ -75,7 +75,7 @@ def test_small_parameters_are_gathered_and_their_gradients_scattered_at_once(tin
 def test_bundles_sent_off_early(tiny_gpt2, zero: int, microbatches: int) -> None:  # type: ignore[no-untyped-def]
     """A group of segments is gathered beside the one before it; sums are under way beside the backward, few at once."""
     plan = msgspec.structs.replace(planned(tiny_gpt2, zero, microbatches), bundle_bytes=1)
-    program = lower(plan)[0]
+    program = lower_anew(plan)[0]
     assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9
     if zero == 3:
         forward = runs(program, "0F0")
@@ -93,13 +93,13 @@ def test_bundles_sent_off_early(tiny_gpt2, zero: int, microbatches: int) -> None
 
 def test_the_loss_goes_with_gradients(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     """One all-reduce for the denominator, one for everything else; under ZeRO-3 nothing is there to go with."""
-    assert targets(lower(planned(tiny_gpt2, 0))[0]).count("all_reduce") == 2
-    assert targets(lower(planned(tiny_gpt2, 3))[0]).count("all_reduce") == 2
+    assert targets(lower_anew(planned(tiny_gpt2, 0))[0]).count("all_reduce") == 2
+    assert targets(lower_anew(planned(tiny_gpt2, 3))[0]).count("all_reduce") == 2
 
 
 def test_gradients_are_summed_at_once_in_place_and_during_the_backward(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     for microbatches in (1, 2):
-        program = lower(planned(tiny_gpt2, 0, microbatches))[0]
+        program = lower_anew(planned(tiny_gpt2, 0, microbatches))[0]
         sums = [step for step in program.steps if step.block.startswith("reduce")]
         assert [step.block for step in sums] == ["reduce.0.issue", "reduce.0"]
         first, second = (program.blocks[step.block] for step in sums)
@@ -112,9 +112,9 @@ def test_gradients_are_summed_at_once_in_place_and_during_the_backward(tiny_gpt2
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_large_tensors_go_alone(tiny_gpt2, monkeypatch: pytest.MonkeyPatch, zero: int) -> None:  # type: ignore[no-untyped-def]
     plan = planned(tiny_gpt2, zero, 2)
-    together = simulate_plan(plan, lower(plan)).step_s
+    together = simulate_plan(plan, lower_anew(plan)).step_s
     monkeypatch.setattr(bundle, "SMALL_BYTES", 0)
-    program = lower(plan)[0]
+    program = lower_anew(plan)[0]
     assert "paraplan.pack" not in targets(program)
     issues = [step for step in program.steps if step.block.startswith("reduce") and step.block.endswith(".issue")]
     if zero < 3:
@@ -129,7 +129,7 @@ def test_scattered_gradients_are_let_go_during_the_backward(tiny_gpt2, monkeypat
     plan = msgspec.structs.replace(planned(tiny_gpt2, 1), reducing_bytes=0)
     monkeypatch.setattr(bundle, "SMALL_BYTES", 0)
     under_way = most = 0
-    for step in lower(plan)[0].steps:
+    for step in lower_anew(plan)[0].steps:
         if step.block.startswith("reduce"):
             under_way += 1 if step.block.endswith(".issue") else -1
             most = max(most, under_way)
@@ -143,7 +143,7 @@ def test_as_many_reductions_are_under_way_as_bytes_allow(tiny_gpt2, monkeypatch:
     peaks, before = [], -1
     for allowed in (0, 60_000, 1 << 40):
         made = msgspec.structs.replace(plan, reducing_bytes=allowed)
-        program = lower(made)[0]
+        program = lower_anew(made)[0]
         sizes: dict[str, int] = {}
         held = most = count = 0
         for step in program.steps:
@@ -163,11 +163,11 @@ def test_as_many_reductions_are_under_way_as_bytes_allow(tiny_gpt2, monkeypatch:
 
 
 def test_loss_and_denominator_are_summed_beside_the_work(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
-    names = [step.block for step in lower(planned(tiny_gpt2, 0))[0].steps if step.block]
+    names = [step.block for step in lower_anew(planned(tiny_gpt2, 0))[0].steps if step.block]
     forward = names.index(next(name for name in names if name.endswith(".F")))
     backward = names.index(next(name for name in names if name.endswith(".B")))
     assert names.index("tangent0.issue") < forward < names.index("tangent0") < backward < names.index("loss")
-    names = [step.block for step in lower(planned(tiny_gpt2, 3))[0].steps if step.block]
+    names = [step.block for step in lower_anew(planned(tiny_gpt2, 3))[0].steps if step.block]
     forward = names.index(next(name for name in names if name.endswith(".F")))
     assert forward < names.index("loss.issue") < names.index("tangent0")
 

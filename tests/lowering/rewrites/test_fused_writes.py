@@ -22,7 +22,8 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.jobs.checking.dry_run import dry_run
-from paraplan.lowering import implement, lower
+from paraplan.lowering import implement
+from paraplan.lowering.rank_classes import lower_anew
 from paraplan.lowering.rewrites.fused_writes import write_together
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
@@ -66,7 +67,7 @@ def _planned(cluster: str, model: type[nn.Module] = Model, **constraints: object
 def _apart(plan: Plan) -> RankProgram:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(implement, "write_together", lambda program: program)
-        return lower(plan)[0]
+        return lower_anew(plan)[0]
 
 
 def _writes(rank: RankProgram) -> list[Step]:
@@ -76,7 +77,7 @@ def _writes(rank: RankProgram) -> list[Step]:
 
 def test_one_launch_for_parameters_and_one_for_each_dtype_of_buffers() -> None:
     plan = _planned("1xH100")
-    (rank,), apart = lower(plan), _apart(plan)
+    (rank,), apart = lower_anew(plan), _apart(plan)
     verify_program(rank)
     for block in rank.blocks.values():
         verify(emit_block(block), block)
@@ -91,21 +92,21 @@ def test_one_launch_for_parameters_and_one_for_each_dtype_of_buffers() -> None:
 def test_stages_write_their_own() -> None:
     """Of unlike many parameters: what is made of one stage's block is not taken for another's."""
     plan = _planned("2xH100", Deep, pp=2, microbatches=2)
-    for rank in lower(plan):
+    for rank in lower_anew(plan):
         (step,) = [step for step in _writes(rank) if any(arg.role is Role.PARAMETER for arg in step.args)]
         assert len(rank.blocks[step.block].inputs) == len(step.args) == 2 * len(rank.grads)
-    assert len({len(rank.grads) for rank in lower(plan)}) == 2
+    assert len({len(rank.grads) for rank in lower_anew(plan)}) == 2
 
 
 def test_less_time_and_as_much_memory() -> None:
     plan = _planned("1xH100")
-    now, before = simulate_plan(plan, lower(plan)), simulate_plan(plan, (_apart(plan),))
+    now, before = simulate_plan(plan, lower_anew(plan)), simulate_plan(plan, (_apart(plan),))
     assert now.step_s < before.step_s and now.peak_bytes == before.peak_bytes
     assert plan.certificate is not None and plan.certificate.bound_s <= now.step_s
 
 
 def test_everything_is_written_and_cast() -> None:
-    rank = lower(_planned("1xH100"))[0]
+    rank = lower_anew(_planned("1xH100"))[0]
     (step,) = [step for step in _writes(rank) if any(arg.role is Role.PARAMETER for arg in step.args)]
     block = rank.blocks[step.block]
     values = [block.values[name] for name in block.inputs]
@@ -140,6 +141,6 @@ def test_a_write_that_touches_what_another_overwrites_is_no_part_of_its_run() ->
 
 
 def test_cpus_and_what_is_brought_from_elsewhere_write_one_by_one() -> None:
-    assert not any(step.block.startswith("writes.") for step in lower(_planned("local:1"))[0].steps)
-    away = lower(_planned("1xH100", offload_states="host"))[0]
+    assert not any(step.block.startswith("writes.") for step in lower_anew(_planned("local:1"))[0].steps)
+    away = lower_anew(_planned("1xH100", offload_states="host"))[0]
     assert sum(step.block.startswith("restore") for step in away.steps) == 5

@@ -19,8 +19,9 @@ from paraplan.ir.execution.rank_program import Block, Instr, LocalValue, RankPro
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
-from paraplan.lowering import implement, lower
+from paraplan.lowering import implement
 from paraplan.lowering.blocks.finish import with_frees
+from paraplan.lowering.rank_classes import lower_anew
 from paraplan.lowering.rewrites.whole_norms import WHOLE, WHOLE_GRAD, join_norms
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
@@ -80,7 +81,7 @@ def test_joined_blocks_give_the_bits_of_their_parts(precision: str, recompute: s
     """Every result and every saved value, forward and backward; recomputed forwards too."""
     generator = torch.Generator().manual_seed(0)
     joined: Counter[str] = Counter()
-    for block in lower(_planned(ClusterSpec.local(1), precision, recompute=recompute))[0].blocks.values():
+    for block in lower_anew(_planned(ClusterSpec.local(1), precision, recompute=recompute))[0].blocks.values():
         other = join_norms(block)
         assert (other is block) == (not {WHOLE, WHOLE_GRAD} & set(_targets(other)))
         assert (other.inputs, other.outputs, other.saved) == (block.inputs, block.outputs, block.saved)
@@ -100,7 +101,7 @@ def _joined(rank: RankProgram, target: str) -> list[Instr]:
 def test_what_follows_is_joined_too() -> None:
     """Relus and the sum that a norm's result alone goes through; the gradient before a relu is kept where others read
     it."""
-    (rank,) = lower(_planned(parse_cluster("1xH100"), "bf16"))
+    (rank,) = lower_anew(_planned(parse_cluster("1xH100"), "bf16"))
     forwards, backwards = _joined(rank, WHOLE), _joined(rank, WHOLE_GRAD)
     assert len(forwards) == len(backwards) == 5 and {each.kernel for each in (*forwards, *backwards)} == {"triton"}
     assert sorted((each.args[5] is not None, each.args[8]) for each in forwards) == [
@@ -121,13 +122,13 @@ def test_what_follows_is_joined_too() -> None:
 
 
 def test_sums_of_a_sharded_batch_stay_apart() -> None:
-    for rank in lower(_planned(parse_cluster("2xH100"), "bf16", dp=2)):
+    for rank in lower_anew(_planned(parse_cluster("2xH100"), "bf16", dp=2)):
         assert not _joined(rank, WHOLE) and not _joined(rank, WHOLE_GRAD)
         assert len(_joined(rank, "paraplan.bn_squares")) == 5
 
 
 def _forward() -> Block:
-    blocks = lower(_planned(ClusterSpec.local(1), "fp32"))[0].blocks
+    blocks = lower_anew(_planned(ClusterSpec.local(1), "fp32"))[0].blocks
     return next(block for name, block in blocks.items() if name.endswith(".F") and _targets(join_norms(block))[WHOLE])
 
 
@@ -147,9 +148,9 @@ def test_what_others_read_or_counts_otherwise_stays_apart() -> None:
 
 def test_less_time_and_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = _planned(parse_cluster("1xH100"), "bf16")
-    joined = simulate_plan(plan, lower(plan))
+    joined = simulate_plan(plan, lower_anew(plan))
     monkeypatch.setattr(implement, "join_norms", lambda block: block)
-    apart = simulate_plan(plan, lower(plan))
+    apart = simulate_plan(plan, lower_anew(plan))
     assert joined.step_s < apart.step_s and max(joined.peak_bytes) <= max(apart.peak_bytes)
 
 

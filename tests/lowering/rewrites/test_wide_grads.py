@@ -20,7 +20,8 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.jobs.checking.dry_run import dry_run
 from paraplan.jobs.measuring.local_ops import whole_plan
-from paraplan.lowering import implement, lower
+from paraplan.lowering import implement
+from paraplan.lowering.rank_classes import lower_anew
 from paraplan.lowering.rewrites import wide_grads
 from paraplan.lowering.rewrites.wide_grads import widen_grads
 from paraplan.planner.assemble import Job
@@ -74,7 +75,7 @@ def _apart(plan: Plan) -> RankProgram:
     """As lowered, with every cast."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(implement, "widen_grads", lambda block, products, together: block)
-        return lower(plan)[0]
+        return lower_anew(plan)[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -82,7 +83,7 @@ def test_no_gradient_is_cast_alone(precision: str) -> None:
     """Weights are products' own results, vectors of a layer are cast by one launch; a weight that is read twice is one
     tensor alone."""
     plan = planned("1xH100", precision)
-    (rank,), apart = lower(plan), _apart(plan)
+    (rank,), apart = lower_anew(plan), _apart(plan)
     made, before = _counted(rank), _counted(apart)
     assert before[CAST] == 13 and not before[CAST_MANY]
     for name, block in rank.blocks.items():
@@ -102,7 +103,7 @@ def test_no_gradient_is_cast_alone(precision: str) -> None:
 def test_less_time_and_hardly_more_memory() -> None:
     """In a model as small as this, where a vector's half counts."""
     plan = planned("1xH100", "bf16")
-    now, before = simulate_plan(plan, lower(plan)), simulate_plan(plan, (_apart(plan),))
+    now, before = simulate_plan(plan, lower_anew(plan)), simulate_plan(plan, (_apart(plan),))
     assert now.step_s < before.step_s and max(now.peak_bytes) <= 1.01 * max(before.peak_bytes)
 
 
@@ -126,12 +127,12 @@ def test_no_plan_is_faster_than_what_is_proved(ranks: int, reduce_dtype: str) ->
 @pytest.mark.parametrize(("cluster", "precision"), [("1xH100", "fp32"), ("local:1", "bf16")])
 def test_what_is_no_half_on_cuda_is_left(cluster: str, precision: str) -> None:
     plan = planned(cluster, precision)
-    assert _counted(lower(plan)[0]) == _counted(_apart(plan))
+    assert _counted(lower_anew(plan)[0]) == _counted(_apart(plan))
 
 
 def test_a_compiler_fuses_casts_itself() -> None:
     plan = msgspec.structs.replace(planned("1xH100", "bf16"), compiled=True)
-    made = _counted(lower(plan)[0])
+    made = _counted(lower_anew(plan)[0])
     assert not made[CAST_MANY] and _counted(_apart(plan))[CAST] - made[CAST] == 4
 
 
