@@ -40,7 +40,7 @@ def in_vain(what: str, fault: object, estimated_s: float | None = None) -> Tried
 
 def slower(what: str, least_s: float, estimated_s: float | None = None) -> Tried:
     """A pipeline that was left once its first microbatches said that it takes longer than the best plan."""
-    return Tried(what=what, estimated_s=estimated_s, why=f"left at {least_s:.4g} s or more")
+    return Tried(what=what, estimated_s=estimated_s, why=f"left at about {least_s:.4g} s")
 
 
 def unreserved(first: Plan, step_s: float) -> tuple[Tried, ...]:

@@ -151,7 +151,7 @@ class JointSearch:
     def _make_fastest(self) -> None:
         """Make drafts whole until the fastest of all is: of those that are not it is known what they take at least."""
         while self.drafts and (best := min(self.drafts, key=lambda draft: draft.step_s)).plan is None:
-            self.progress(f"all microbatches of the best so far, {best.step_s:.4g} s or more")
+            self.progress(f"all microbatches of the best so far, about {best.step_s:.4g} s")
             what, estimated_s, pins = self._drafted[id(best)]
             try:
                 self.tried.append(planned(what, best.made(), estimated_s, pins))
@@ -300,7 +300,7 @@ class JointSearch:
             self.words.append(f"{text}: nothing")
             return None
         if isinstance(found, Slower):
-            self.words.append(f"{text}: no less than {found.step_s:.4g} s")
+            self.words.append(f"{text}: about {found.step_s:.4g} s")
             self.tried.append(slower(what, found.step_s, step_s))
             return found.step_s
         self.drafts.append(found)
@@ -312,7 +312,7 @@ class JointSearch:
             self.words.append(f"{text}: {found.step_s:.4g} s")
         else:
             self.tried.append(slower(what, found.step_s, step_s))
-            self.words.append(f"{text}: {found.step_s:.4g} s or more")
+            self.words.append(f"{text}: about {found.step_s:.4g} s")
         return found.step_s
 
     def _plan(self, estimate: Estimate) -> None:
