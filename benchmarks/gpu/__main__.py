@@ -15,6 +15,7 @@ rest         fp16, fp8, torch.compile, states on the host, checkpoints
 nccl         collectives of one rank, the device busy
 host         time of the host for an instruction, beside eager's
 speed        dropout, norm, loss and every kernel of attention beside torch's
+ops          every op of large models' layers, and of their parts: measured beside modelled
 profile      ops measured, a plan made of them, twenty of its steps
 
 A case that fails is told, and the others go on; what is wrong is under `failures`, and what is right but slower or
@@ -30,13 +31,13 @@ import traceback
 
 import torch
 
-from benchmarks.gpu import host, parity, tiers, training
+from benchmarks.gpu import host, ops, parity, tiers, training
 from benchmarks.gpu.place import Place, described, here
 from benchmarks.table import Case, Row, main
 
 ORDER = (
     *("kernels", "ranks", "attention", "train", "copies", "memory", "graphs", "rest", "nccl", "host", "speed"),
-    "profile",
+    *("ops", "profile"),
 )
 COLUMNS = (
     *("case", "error", "ms", "predicted_ms", "time_ratio", "reference_ms", "peak_ratio", "reserved_ratio", "note"),
@@ -58,25 +59,25 @@ def misses(row: Row) -> list[str]:
     return found
 
 
-def told(run: Case, place: Place) -> Row:
-    """A case's row, whatever happens in it."""
+def told(run: Case, place: Place) -> list[Row]:
+    """A case's rows, whatever happens in it."""
     try:
-        row = run()
-        assert isinstance(row, dict)
+        found = run()
+        rows = found if isinstance(found, list) else [found]
     except Exception as fault:  # noqa: BLE001  (told; the other cases go on)
         traceback.print_exc(file=sys.stderr)
-        row = {"failures": [f"{type(fault).__name__}: {str(fault)[:300]}"]}
+        rows = [{"failures": [f"{type(fault).__name__}: {str(fault)[:300]}"]}]
     gc.collect()
     if place.is_cuda:
         torch.cuda.empty_cache()
-    return {**row, "misses": misses(row) if place.is_cuda else []}
+    return [{**row, "misses": misses(row) if place.is_cuda else []} for row in rows]
 
 
 def cases(place: Place) -> dict[str, Case]:
     """All, in order."""
     parts = {
         name: made
-        for module in (parity, training, tiers, host)
+        for module in (parity, training, tiers, host, ops)
         for name, made in module.cases(place).items()  # type: ignore[attr-defined]
     }
     assert sorted(parts) == sorted(ORDER), set(parts) ^ set(ORDER)

@@ -44,9 +44,10 @@ def per_instruction(place: Place) -> Row:
     torch.manual_seed(0)
     model, batch = text("gpt2", tiny, 2, 32, 4, (2, 16), 0.0)
     plan = pp.compile(model.train(), place.cluster(), example_inputs=batch, mesh=(1,), microbatches=1)
-    step = _steps_of(plan, model, batch)
     count = sum(len(plan.programs[0].blocks[each.block].instrs) for each in plan.programs[0].steps if each.block)
-    ours, theirs = median_ms(step, place, 30), eager_ms(model, batch, place, "fp32")
+    with place.alone():
+        ours = median_ms(_steps_of(plan, model, batch), place, 30)
+        theirs = eager_ms(model, batch, place, "fp32")
     return {
         "ms": ours,
         "reference_ms": theirs,
@@ -88,7 +89,8 @@ def _kernel_cases(place: Place) -> dict[str, tuple[Callable[[], Any], Callable[[
 def kernel(place: Place, name: str) -> Row:
     """One kernel beside torch's."""
     mine, theirs = _kernel_cases(place)[name]
-    ours, reference = median_ms(mine, place, 30), median_ms(theirs, place, 30)
+    with place.alone():
+        ours, reference = median_ms(mine, place, 30), median_ms(theirs, place, 30)
     return {"ms": ours, "reference_ms": reference, "failures": []}
 
 
@@ -100,7 +102,8 @@ def profiled(place: Place) -> Row:
     program = capture(model.train(), batch, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        done = profile_program(program, path, device=place.device, ways=1)
+        with place.alone():
+            done = profile_program(program, path, device=place.device, ways=1)
         plan = pp.compile(
             model,
             place.cluster(),
@@ -111,8 +114,8 @@ def profiled(place: Place) -> Row:
             profile=path,
             profile_any=True,
         )
-    step = _steps_of(plan, model, batch)
-    took, said = median_ms(step, place, 20), 1e3 * plan.prediction.step_s
+    with place.alone():
+        took, said = median_ms(_steps_of(plan, model, batch), place, 20), 1e3 * plan.prediction.step_s
     failures = [f"{op}: {why}" for op, why in done.failed.items()]
     note = f"{done.measured} shapes; interpolation " + ", ".join(
         f"{kind} {error.median:.0%}" for kind, error in done.errors.items()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,6 +43,16 @@ class Place(NamedTuple):
             return ClusterSpec.local(devices)
         here = detect()
         return here if devices == 1 else parse_cluster(f"{devices}x{here.groups[0].device.kind}")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process that asks for it is on the device: what is timed is not disturbed by shares beside it."""
+        if not self.is_cuda:
+            yield
+            return
+        with (Path(tempfile.gettempdir()) / "benchmarks-gpu.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def sync(self) -> None:
         """Wait for the device."""

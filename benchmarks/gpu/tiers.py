@@ -98,6 +98,12 @@ def limited(place: Place, share: float) -> Row:
     given = {name: x.to(place.device) for name, x in batch.items()}
     whole = pp.fit(model, given, memory=1 << 40).plan.prediction.peak_bytes[0]
     fitted = pp.fit(model, given, memory=int(share * whole))
+    with place.alone():
+        return _edge(place, fitted, given, wanted)
+
+
+def _edge(place: Place, fitted: Any, given: Mapping[str, Tensor], wanted: list[float]) -> Row:
+    """Steps of a fitted model, the device its own."""
     optimizer, losses = torch.optim.AdamW(fitted.parameters(), lr=RATE), []
 
     def step() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -181,12 +181,36 @@ def trained(place: Place, make: Make, precision: str = "bf16", deterministic: bo
     torch.manual_seed(0)
     model, batch = make()
     model = model.train()
-    wanted = eager_losses(model, batch, place, RATE)
+    with place.alone():
+        wanted = eager_losses(model, batch, place, RATE)
     planned: Mapping[str, Any] = options.pop("plan", {})
     graphs = options.pop("graphs", False)
     plan = pp.compile(
         model, place.cluster(), example_inputs=batch, precision=precision, mesh=(1,), microbatches=1, **planned
     )
+    with place.alone():
+        return _run(place, plan, (model, batch), Taken(precision, deterministic, graphs, planned, wanted), options)
+
+
+class Taken(NamedTuple):
+    """How steps of a plan are taken; `trained` says what each is.
+
+    Attributes:
+        precision, deterministic, graphs, planned: as there.
+        wanted: losses of eager's steps.
+    """
+
+    precision: str
+    deterministic: bool
+    graphs: bool
+    planned: Mapping[str, Any]
+    wanted: list[float]
+
+
+def _run(place: Place, plan: pp.Plan, job: tuple[nn.Module, Batch], taken: Taken, options: Mapping[str, Any]) -> Row:
+    """A plan's steps, the device its own."""
+    model, batch = job
+    precision, deterministic, graphs, planned, wanted = taken
     others, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if place.is_cuda else (0, 0)
     trainer = plan.executable(copy.deepcopy(model), **options)
     if graphs:

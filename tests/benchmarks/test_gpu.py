@@ -52,7 +52,7 @@ def test_what_fails_is_told_and_what_is_slow_is_a_miss() -> None:
     def breaks() -> Any:
         raise ValueError("no such kernel")
 
-    assert told(breaks, HERE)["failures"] == ["ValueError: no such kernel"]
+    assert told(breaks, HERE)[0]["failures"] == ["ValueError: no such kernel"]
     slow = {"ms": 3.0, "reference_ms": 2.0, "time_ratio": 1.2, "peak_ratio": 1.01}
     assert len(misses(slow)) == 3 and misses({"ms": 1.0, "reference_ms": 2.0, "time_ratio": 1.05}) == []
 

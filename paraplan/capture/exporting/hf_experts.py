@@ -44,9 +44,14 @@ def _known_activation(module: Any) -> str | None:
     """The activation's name for the canonical op, or None where the module is not of its form."""
     plain = module._apply_gate.__func__ if hasattr(module._apply_gate, "__func__") else module._apply_gate
     own_gate = module.has_gate and plain.__name__ != "_default_apply_gate"
-    other = module.is_transposed or module.has_bias or module.has_post_expert_norm or not module.is_concatenated
+    other = module.is_transposed or module.has_bias or _is_normed(module) or not module.is_concatenated
     act = getattr(module, "act_fn", None)
     return None if own_gate or other or not isinstance(act, nn.Module) else _ACTIVATIONS.get(type(act).__name__)
+
+
+def _is_normed(module: Any) -> bool:
+    """Whether a norm follows each expert; earlier versions of transformers know of none."""
+    return bool(getattr(module, "has_post_expert_norm", False))
 
 
 def _dense(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ def _dense(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights:
     wide = product(hidden_states.unsqueeze(0).expand(count, -1, -1), "gate_up_proj" if self.has_gate else "up_proj")
     inner = self._apply_gate(wide) if self.has_gate else self.act_fn(wide)
     out = product(inner, "down_proj")
-    if self.has_post_expert_norm:
+    if _is_normed(self):
         out = self.post_expert_norm(out)
     shares = top_k_weights.new_zeros(tokens, count).scatter_add(1, top_k_index, top_k_weights)
     return (out * shares.t().unsqueeze(-1).to(out.dtype)).sum(0).to(hidden_states.dtype)
