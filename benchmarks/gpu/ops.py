@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, str, tuple[int, int], dict[str, Any]]] = {
             "vocab_size": 32000,
             "num_hidden_layers": 1,
             "num_local_experts": 8,
+            "output_router_logits": False,  # some versions of transformers count tokens by data
         },
     ),
 }
