@@ -201,20 +201,20 @@ def _padded_lse_bytes(of: _Attention) -> int:
 
 
 def _efficient_launches(call: OpCall) -> int:
-    """The kernel, what makes the mask, and a copy of the log-sums without the padding."""
+    """The kernel, what makes the mask, and log-sums without the padding, -inf where a mask leaves nothing."""
     of = _Attention(call, False)
-    return 1 + _mask_copies(of) + (of.query.shape[2] % 32 > 0)
+    return 1 + _mask_copies(of) + (of.mask is not None or of.query.shape[2] % 32 > 0)
 
 
 def _efficient_workspace(call: OpCall) -> int:
-    """The mask, and in half precision the float32 sums of values wider than 128, beside padded log-sums, which are
-    copied once those are gone."""
+    """The mask, padded log-sums, and in half precision the float32 sums of values wider than 128, which are gone
+    before the log-sums are copied."""
     of = _Attention(call, False)
     padded = _padded_lse_bytes(of) if of.query.shape[2] % 32 else 0
     whole = 4 * math.prod(of.query.shape[:3]) if padded else 0
     wide = of.query.dtype in HALF and of.value.shape[3] > 128
     sums = 4 * math.prod((*of.query.shape[:3], of.value.shape[3])) if wide else 0
-    return _STATE + padded + max(_mask_bytes(of) + sums - whole, 0)
+    return _STATE + padded + _mask_bytes(of) + max(sums - whole, 0)
 
 
 def _lse_copies(of: _Attention) -> int:

@@ -148,7 +148,7 @@ class _Torchs:
         )
         out, lse = attention_kernels._attention_math(q, k, v, call)
         padded = lse.new_full((*lse.shape[:2], -(-q.shape[2] // 32) * 32), float("inf"))
-        padded[:, :, : q.shape[2]] = lse
+        padded[:, :, : q.shape[2]] = torch.where(lse == float("-inf"), 0.0, lse)  # as torch's kernel gives it
         return out, padded, torch.empty(()), torch.empty(())
 
     def _scaled_dot_product_efficient_attention_backward(
