@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paraplan.kernels.gpu.triton_launch import launch
 
-ROWS, COLUMNS = 64, 64
+ROWS, COLUMNS = 16, 128
 
 
 @triton.jit
