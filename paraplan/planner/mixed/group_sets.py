@@ -86,7 +86,7 @@ def _device_replaces(a: Device, b: Device) -> bool:
         and a.memory_bytes_per_s >= b.memory_bytes_per_s
         and a.launch_s <= b.launch_s
         and a.power_share >= b.power_share
-        and a.multiprocessors == b.multiprocessors
+        and (a.multiprocessors, a.capability) == (b.multiprocessors, b.capability)
         and all(a.flops_per_s.get(dtype, 0.0) >= rate for dtype, rate in b.flops_per_s.items())
     )
 
