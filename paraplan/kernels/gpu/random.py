@@ -41,15 +41,28 @@ def _global_row(row, sizes, wholes, starts):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def draw(seed, slot_key, row, column):  # type: ignore[no-untyped-def]
-    """Uniform bits of elements, by their global row (uint64) and column (uint32), as int32."""
+def row_key(seed, slot_key, row):  # type: ignore[no-untyped-def]
+    """Two uint32 for rows, by their global index (uint64)."""
     stream = _mix64(_mix64(seed.to(tl.uint64)) + slot_key)
     key = _mix64(row * 0x9E3779B97F4A7C15 + stream)
-    h = key.to(tl.uint32) ^ (column * 0x9E3779B1)
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def finish(first, second, column):  # type: ignore[no-untyped-def]
+    """Uniform bits of elements, by the keys of their rows and their columns (uint32), as int32."""
+    h = first ^ (column * 0x9E3779B1)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = ((h ^ (h >> 13)) + (key >> 32).to(tl.uint32)) * 0xC2B2AE35
+    h = ((h ^ (h >> 13)) + second) * 0xC2B2AE35
     h = h ^ (h >> 16)
     return h.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def draw(seed, slot_key, row, column):  # type: ignore[no-untyped-def]
+    """Uniform bits of elements, by their global row (uint64) and column (uint32), as int32."""
+    first, second = row_key(seed, slot_key, row)
+    return finish(first, second, column)
 
 
 @triton.jit
