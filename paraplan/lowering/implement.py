@@ -1,7 +1,8 @@
 """Choosing the kernels of a rank's program for the kind of device it runs on.
 
 Lowering writes what is computed; this pass writes as which kernel (`Instr.kernel`), with the workspace of that one: of
-those that take a call the quickest in the plan's profile, where it has times of its devices, else the first.
+those that take a call the quickest in the plan's profile, where it has times of its devices, else the first that all
+devices of its cluster have.
 What one kernel does together is joined before (`whole_norms`, `wide_grads`, `fused_writes`). A plan for a CPU is left
 alone.
 """
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.kernel_choice import OpCall, chosen, has_choice
 from paraplan.ir.model.graph import refs
 from paraplan.ir.plan import Plan
@@ -77,7 +79,7 @@ def times_of(plan: Plan) -> Times:
 
 def _with_kernels(block: Block, plan: Plan, times: Times) -> Block:
     block = widen_grads(join_norms(block), products=plan.sum_products, together=not plan.compiled)
-    instrs = tuple(_with_kernel(block, instr, plan.cluster.backend, times) for instr in block.instrs)
+    instrs = tuple(_with_kernel(block, instr, plan.cluster, times) for instr in block.instrs)
     return msgspec.structs.replace(block, instrs=instrs)
 
 
@@ -87,7 +89,7 @@ def call_of(block: Block, instr: Instr) -> OpCall:
     return OpCall(inputs, [None if name is None else block.values[name] for name in instr.outs], instr.args)
 
 
-def _with_kernel(block: Block, instr: Instr, backend: str, times: Times) -> Instr:
+def _with_kernel(block: Block, instr: Instr, cluster: ClusterSpec, times: Times) -> Instr:
     if instr.kind is not InstrKind.OP:
         return instr
     call = call_of(block, instr)
@@ -96,7 +98,7 @@ def _with_kernel(block: Block, instr: Instr, backend: str, times: Times) -> Inst
         detail = detail_of(instr.target, instr.args, instr.kwargs, name)
         return times.get((instr.target, detail, *_tensors(call)))
 
-    kernel = chosen(backend, instr.target, call, seconds if times else None)
+    kernel = chosen(cluster.backend, cluster.capability, instr.target, call, seconds if times else None)
     if kernel is None:
         return instr
     return msgspec.structs.replace(instr, kernel=kernel.name, workspace_bytes=kernel.workspace(call))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from paraplan.cost_models.machine import link_catalog
-from paraplan.cost_models.machine.multiprocessors import channels, multiprocessors
+from paraplan.cost_models.machine.multiprocessors import capability, channels, multiprocessors
 from paraplan.ir.machine.cluster import ClusterSpec, Device, Link
 from paraplan.ir.machine.reserves import cuda_reserves
 from paraplan.ir.struct import Value
@@ -79,6 +79,7 @@ def _device(
         memory_bytes_per_s=bandwidth[0] * _T,
         power_share=watts[0] / watts[1],
         multiprocessors=multiprocessors(kind),
+        capability=capability(kind),
         reserves=cuda_reserves(memory_bytes, *channels(kind)),
         flops_per_s={dtype: tera * _T for dtype, tera, _ in spelled},
         source=sheet,

@@ -1,10 +1,15 @@
-"""Multiprocessors of devices, and the channels that NCCL runs over them within a node."""
+"""Multiprocessors of devices, the channels that NCCL runs over them within a node, and compute capabilities."""
 
 from __future__ import annotations
 
 
 def multiprocessors(kind: str) -> int:
     return _MULTIPROCESSORS.get(kind, 0) or _MULTIPROCESSORS[kind.partition("-")[0]]
+
+
+def capability(kind: str) -> int:
+    """The larger number of a kind's compute capability; 0: not NVIDIA's."""
+    return _CAPABILITIES.get(kind.partition("-")[0], 0)
 
 
 def channels(kind: str) -> tuple[int, str]:
@@ -42,3 +47,6 @@ _CHANNELS = {
     "H100-PCIe": _PCIE,
 }
 """By kind or its first word."""
+
+_CAPABILITIES = {"V100": 7, "A100": 8, "L40S": 8, "RTX4090": 8, "H100": 9, "H200": 9, "B200": 10}
+"""By a kind's first word: CUDA C++ programming guide, "Compute Capabilities"."""

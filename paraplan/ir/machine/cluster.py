@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 from paraplan.ir.errors import ClusterError
 from paraplan.ir.machine.reserves import Reserve, cpu_reserves
@@ -17,6 +18,9 @@ from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.quantities import WAY_OUT, check_not_negative, check_positive
 from paraplan.ir.struct import Value
+
+USUAL_CAPABILITY = 8
+"""Ampere's: the least that torch's flash attention runs on."""
 
 
 class Link(Value, frozen=True, kw_only=True):
@@ -47,6 +51,7 @@ class Device(Value, frozen=True, kw_only=True):
             here is not supported.
         power_share: the board's power limit over the power that matrix products would take at the clock the data
             sheet's rates are quoted at; they run at the limit, and slow down with its root.
+        capability: compute capability, the larger number, by which kernels are chosen; 0: not known.
         multiprocessors: among which the tiles of a product are dealt out; 0: not known, or a CPU.
         launch_s: time to start one kernel.
         issue_s: time the host takes to issue one kernel, Python and torch's dispatch included; kernels shorter than that
@@ -56,11 +61,14 @@ class Device(Value, frozen=True, kw_only=True):
         sources: per dtype, and for memory_bytes and memory_bytes_per_s, what that source calls it.
     """
 
+    left_out: ClassVar[tuple[str, ...]] = ("capability",)
+
     kind: str
     memory_bytes: int
     memory_bytes_per_s: float
     flops_per_s: dict[str, float]
     power_share: float = 1.0
+    capability: int = 0
     multiprocessors: int = 0
     launch_s: float = 3e-6
     issue_s: float = 0.0
@@ -134,6 +142,11 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
     def backend(self) -> str:
         """Torch device type of all devices, "cuda" or "cpu"."""
         return self.groups[0].device.backend
+
+    @property
+    def capability(self) -> int:
+        """Least compute capability of its devices; of one that does not say, `USUAL_CAPABILITY`."""
+        return min(group.device.capability or USUAL_CAPABILITY for group in self.groups)
 
     def group_of(self, device: int) -> NodeGroup:
         """The group a global device number belongs to."""
@@ -362,6 +375,11 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
     if device.multiprocessors < 0:
         raise ClusterError(
             f"cluster {cluster.name!r}: {at}.multiprocessors is {device.multiprocessors}; give how many there are, or 0"
+        )
+    if device.capability < 0:
+        raise ClusterError(
+            f"cluster {cluster.name!r}: {at}.capability is {device.capability}; give the larger number of the device's "
+            "compute capability, or 0"
         )
     if not 0 < device.power_share <= 1:
         raise ClusterError(

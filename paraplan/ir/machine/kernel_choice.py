@@ -1,8 +1,8 @@
 """Which kernel an op runs as on a kind of device: chosen when a plan is lowered, so that what runs is what is priced.
 
 Every canonical op has a reference kernel, a composition of torch's ops that runs anywhere
-(`kernels.reference_kernels`). On a kind of device there may be others, one record each: when it applies, how many
-kernels it launches, what it allocates inside. The first that applies is written into the instruction
+(`kernels.reference_kernels`). On a kind of device there may be others, one record each: when it applies, which devices
+have it, how many kernels it launches, what it allocates inside. The first that applies is written into the instruction
 (`Instr.kernel`), and nothing asks for the device again; where a profile has measured some of those that apply, the
 quickest of them. Ops of torch's own launch one kernel, views none.
 """
@@ -41,15 +41,16 @@ class Kernel(NamedTuple):
         fits: whether it takes this call.
         launches: kernels it launches.
         workspace: bytes it allocates and drops inside.
-        capability: least compute capability of a device that has it. Plans do not know those of their devices: one that
-            asks for more than 8 is taken only where it was measured.
+        capability: least compute capability (the larger number) of a device that has it; 0: all have it.
+        is_slow: whether it takes the call, but any other kernel that does is quicker.
     """
 
     name: str
     fits: Callable[[OpCall], bool]
     launches: Callable[[OpCall], int]
     workspace: Callable[[OpCall], int]
-    capability: int = 8
+    capability: int = 0
+    is_slow: Callable[[OpCall], bool] = lambda call: False
 
 
 Seconds = Callable[[str], float | None]
@@ -77,21 +78,24 @@ def fitting(backend: str, target: str, call: OpCall) -> tuple[Kernel, ...]:
         target: the op.
         call: its local shapes, dtypes and arguments.
     """
-    return tuple(kernel for kernel in _KERNELS.get((backend, target), ()) if kernel.fits(call))
+    found = (kernel for kernel in _KERNELS.get((backend, target), ()) if kernel.fits(call))
+    return tuple(sorted(found, key=lambda kernel: kernel.is_slow(call)))
 
 
-def chosen(backend: str, target: str, call: OpCall, seconds: Seconds | None = None) -> Kernel | None:
-    """The kernel an op runs as: the quickest of those measured, else the first; None for the reference kernel.
+def chosen(backend: str, capability: int, target: str, call: OpCall, seconds: Seconds | None = None) -> Kernel | None:
+    """The kernel an op runs as: the quickest of those measured, else the first that the device has; None for the
+    reference kernel.
 
     Args:
-        backend, target, call: the op, where it runs, and on what.
+        backend, capability: of the device.
+        target, call: the op, and on what.
         seconds: times of it as each kernel.
     """
     found = fitting(backend, target, call)
     timed = [(took, place) for place, each in enumerate(found) if seconds and (took := seconds(each.name)) is not None]
     if timed:
         return found[min(timed)[1]]
-    return next((kernel for kernel in found if kernel.capability <= 8), None)
+    return next((kernel for kernel in found if kernel.capability <= capability), None)
 
 
 def has_choice(target: str) -> bool:

@@ -70,11 +70,11 @@ class LocalOp:
         """What of its arguments may change its kernel."""
         return detail_of(self.target, self.args, self.kwargs, self.run_as)
 
-    def kernel(self, backend: str) -> str:
+    def kernel(self, backend: str, capability: int) -> str:
         """As which kernel it runs on a kind of device; "" for the reference kernel."""
         if self.run_as:
             return self.run_as
-        found = chosen(backend, self.target, self._call)
+        found = chosen(backend, capability, self.target, self._call)
         return "" if found is None else found.name
 
     @property

@@ -53,9 +53,15 @@ def measure_op(op: LocalOp, device: str) -> OpTime:
     return _op_time(op.target, op.flag, op.inputs, op.outputs, op.detail, samples, workspace)
 
 
+def kind_of(device: str) -> tuple[str, int]:
+    """A device's backend and compute capability, the larger number."""
+    backend = torch.device(device).type
+    return backend, torch.cuda.get_device_capability(device)[0] if backend == "cuda" else 0
+
+
 def caller(op: LocalOp, device: str) -> Callable[[], object]:
     """Calls the op on the next of its sets of inputs, and holds what it gave until as many calls later."""
-    call = resolve(op.target, op.kernel(device.partition(":")[0]))
+    call = resolve(op.target, op.kernel(*kind_of(device)))
     sets = [_inputs(op, device, number) for number in range(_num_sets(op))]
     given = [_arguments(op, tensors, device) for tensors in sets]
     held: deque[object] = deque(maxlen=len(given))

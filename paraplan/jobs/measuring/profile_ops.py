@@ -32,7 +32,7 @@ from paraplan.jobs.files import cpu_name
 from paraplan.jobs.measuring.contention import FAULTS, Beside, companions, crowding
 from paraplan.jobs.measuring.detect import catalog_name
 from paraplan.jobs.measuring.local_ops import LocalOp, families, moves
-from paraplan.jobs.measuring.measure_ops import caller, measure_op, measure_update, measure_view, updater
+from paraplan.jobs.measuring.measure_ops import caller, kind_of, measure_op, measure_update, measure_view, updater
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 
 UPDATED = tuple(1 << power for power in range(6, 23, 2))
@@ -185,7 +185,7 @@ def profile_program(
     """
     cpu = cpu or CpuShare()
     machine = this_machine(device, cpu.threads, cpu.processes)
-    kind = _kind(device)
+    kind = kind_of(device)
     done = MeasuringRun()
     beside = companions(machine.processes - 1, cpu.threads)
     with ProfileWriter(path, machine) as writer, _threads(cpu.threads), beside as others:
@@ -211,12 +211,6 @@ def profile_program(
     times = MeasuredTimes(done.profile, _cluster(machine).groups[0].device)
     done.errors = times.cross_validate()
     return done
-
-
-def _kind(device: str) -> tuple[str, int]:
-    """A device's backend and compute capability, the larger number."""
-    backend = torch.device(device).type
-    return backend, torch.cuda.get_device_capability(device)[0] if backend == "cuda" else 0
 
 
 def _measure(op: LocalOp, meter: Meter, book: Book, done: MeasuringRun) -> None:

@@ -87,7 +87,7 @@ def _device_replaces(a: Device, b: Device) -> bool:
         and a.launch_s <= b.launch_s
         and a.issue_s <= b.issue_s
         and a.power_share >= b.power_share
-        and a.multiprocessors == b.multiprocessors
+        and (a.multiprocessors, a.capability) == (b.multiprocessors, b.capability)
         and all(a.flops_per_s.get(dtype, 0.0) >= rate for dtype, rate in b.flops_per_s.items())
     )
 

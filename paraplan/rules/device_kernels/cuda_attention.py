@@ -1,9 +1,13 @@
 """The kernels attention runs as on CUDA: torch's three, and tiles of our own; the functions are in `kernels.gpu`.
 
+cudnn       what flash takes, of heads of at most 128 and positions in whole 128; capability 9 and above
 flash       half precision, no mask, no dropout; grouped heads
 efficient   float32 too, masks and their gradients; no dropout, no groups (Rabe, Staats 2021, arXiv 2112.05682)
 triton      all of that with dropout by global index, groups with masks, gradients of broadcast masks
-cudnn       what flash takes, heads of at most 128; capability 9 and above, and only where a profile says it is quicker
+
+In this order they are taken where no profile says otherwise, but in half precision triton before efficient (on an H200,
+4096 positions, forward and backward: cuDNN 0.75 ms, flash 1.10, triton 1.92, efficient 2.72; with a boolean mask triton
+4.3, efficient 5.8).
 
 All give the natural logarithm of the sums, [b, h, s], so a forward by one may be followed by a backward by another.
 Bytes inside are those of torch 2.11 to 2.13: `attention_backward.cu` and `mem_eff_attention/kernel_backward.h`; of
@@ -132,11 +136,16 @@ def _flash_grad_workspace(call: OpCall) -> int:
 
 
 def _cudnn_fits(call: OpCall, backward: bool) -> bool:
-    """What flash takes, of heads of at most 128 and more than one key; no masks: what cuDNN makes of a row that attends
-    to nothing is not said anywhere."""
+    """What flash takes, of heads of at most 128 and positions in whole tiles of 128.
+
+    The padding of a tile that is not full has scores of 0 in the backward, in versions up to 9.26 at least: NaN where a
+    row's log-sum is below -88.7 (pytorch issue 196678, cudnn-frontend issues 160 and 1072). Up to 9.15 the kernel reads
+    beyond the end (pytorch issue 169849).
+    """
     of = _Attention(call, backward)
-    small = of.query.shape[3] <= 128 and of.key.shape[2] > 1 and max(of.query.shape[:2]) < 1 << 16
-    return small and _flash_fits(call, backward)
+    whole = of.query.shape[2] % 128 == 0 and of.key.shape[2] % 128 == 0
+    small = of.query.shape[3] <= 128 and max(of.query.shape[:2]) < 1 << 16
+    return whole and small and _flash_fits(call, backward)
 
 
 def _cudnn_grad_workspace(call: OpCall) -> int:
@@ -165,9 +174,16 @@ def _efficient_fits(call: OpCall, backward: bool) -> bool:
         return whole and alike and not of.mask_grad and (not backward or _is_exactly_heads_last(of.out))
     scores = (*of.query.shape[:3], of.key.shape[2])
     masked = of.mask.dtype in ("bool", of.query.dtype) and of.mask.shape[3] in (1, scores[3])
+    masked = masked and scores[2] * scores[3] < 1 << 32  # its offsets in a mask have 32 bits up to torch 2.11
     if of.mask_grad:
         masked = masked and of.mask.dtype != "bool" and of.mask.shape == scores and scores[3] % 16 == 0
     return whole and alike and masked and (not backward or _is_exactly_heads_last(of.out))
+
+
+def _efficient_is_slow(call: OpCall, backward: bool) -> bool:
+    """Half precision, of heads of at most 128; wider ones were not measured."""
+    of = _Attention(call, backward)
+    return of.query.dtype in HALF and max(of.query.shape[3], of.value.shape[3]) <= 128
 
 
 def _is_exactly_heads_last(x: LocalValue | None) -> bool:
@@ -201,20 +217,20 @@ def _padded_lse_bytes(of: _Attention) -> int:
 
 
 def _efficient_launches(call: OpCall) -> int:
-    """The kernel, what makes the mask, and a copy of the log-sums without the padding."""
+    """The kernel, what makes the mask, and log-sums without the padding, -inf where a mask leaves nothing."""
     of = _Attention(call, False)
-    return 1 + _mask_copies(of) + (of.query.shape[2] % 32 > 0)
+    return 1 + _mask_copies(of) + (of.mask is not None or of.query.shape[2] % 32 > 0)
 
 
 def _efficient_workspace(call: OpCall) -> int:
-    """The mask, and in half precision the float32 sums of values wider than 128, beside padded log-sums, which are
-    copied once those are gone."""
+    """The mask, padded log-sums, and in half precision the float32 sums of values wider than 128, which are gone
+    before the log-sums are copied."""
     of = _Attention(call, False)
     padded = _padded_lse_bytes(of) if of.query.shape[2] % 32 else 0
     whole = 4 * math.prod(of.query.shape[:3]) if padded else 0
     wide = of.query.dtype in HALF and of.value.shape[3] > 128
     sums = 4 * math.prod((*of.query.shape[:3], of.value.shape[3])) if wide else 0
-    return _STATE + padded + max(_mask_bytes(of) + sums - whole, 0)
+    return _STATE + padded + _mask_bytes(of) + max(sums - whole, 0)
 
 
 def _lse_copies(of: _Attention) -> int:
@@ -287,16 +303,28 @@ def _tiled_grad_workspace(call: OpCall) -> int:
 offer(
     "cuda",
     "paraplan.attention",
-    Kernel("flash", lambda call: _flash_fits(call, False), _flash_launches, _flash_workspace),
-    Kernel("efficient", lambda call: _efficient_fits(call, False), _efficient_launches, _efficient_workspace),
+    Kernel("cudnn", lambda call: _cudnn_fits(call, False), _flash_launches, _flash_workspace, 9),
+    Kernel("flash", lambda call: _flash_fits(call, False), _flash_launches, _flash_workspace, 8),
+    Kernel(
+        "efficient",
+        lambda call: _efficient_fits(call, False),
+        _efficient_launches,
+        _efficient_workspace,
+        is_slow=lambda call: _efficient_is_slow(call, False),
+    ),
     Kernel("triton", _tiled_fits, lambda call: 1 + len(_copies(*_Attention(call, False).inputs)), _tiled_workspace),
-    Kernel("cudnn", lambda call: _cudnn_fits(call, False), _flash_launches, _flash_workspace, capability=9),
 )
 offer(
     "cuda",
     "paraplan.attention_grad",
-    Kernel("flash", lambda call: _flash_fits(call, True), _flash_grad_launches, _flash_grad_workspace),
-    Kernel("efficient", lambda call: _efficient_fits(call, True), _efficient_grad_launches, _efficient_grad_workspace),
+    Kernel("cudnn", lambda call: _cudnn_fits(call, True), _flash_grad_launches, _cudnn_grad_workspace, 9),
+    Kernel("flash", lambda call: _flash_fits(call, True), _flash_grad_launches, _flash_grad_workspace, 8),
+    Kernel(
+        "efficient",
+        lambda call: _efficient_fits(call, True),
+        _efficient_grad_launches,
+        _efficient_grad_workspace,
+        is_slow=lambda call: _efficient_is_slow(call, True),
+    ),
     Kernel("triton", _tiled_grad_fits, _tiled_grad_launches, _tiled_grad_workspace),
-    Kernel("cudnn", lambda call: _cudnn_fits(call, True), _flash_grad_launches, _cudnn_grad_workspace, capability=9),
 )

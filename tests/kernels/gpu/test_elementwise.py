@@ -75,7 +75,7 @@ def test_halves_of_one_tensor_are_read_where_they_are() -> None:
     halves = torch.zeros(3, 4, 16).chunk(2, -1)
     turned = torch.zeros(3, 8, 4).mT
     for given, copies in ((halves, 0), ((turned, halves[1]), 1), ((turned, turned), 2)):
-        kernel = chosen("cuda", "paraplan.gated", call(*given))
+        kernel = chosen("cuda", 8, "paraplan.gated", call(*given))
         assert kernel is not None
         assert (kernel.launches(call(*given)), kernel.workspace(call(*given))) == (1 + copies, copies * 384)
         assert sum(elementwise._as_rows(x).data_ptr() != x.data_ptr() for x in given) == copies

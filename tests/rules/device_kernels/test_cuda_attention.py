@@ -72,8 +72,10 @@ def _call(tensors: list[Tensor], args: tuple[Any, ...]) -> OpCall:
 
 def _cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Of both ops, arguments with tensors in them."""
-    shapes = itertools.product((torch.float32, torch.bfloat16), (32, 48, 41), LAYOUTS, MASKS, (False, True))
+    shapes = itertools.product((torch.float32, torch.bfloat16), (32, 48, 41, 128), LAYOUTS, MASKS, (False, True))
     for dtype, s, layout, name, causal in shapes:
+        if s == 128 and name != "none":  # cuDNN takes whole 128 and no masks
+            continue
         q, k, v = _rows(layout, s, dtype)
         mask, whole, starts = _mask(name, s, dtype), (B, H, s, s), (0, 0, 0, 0)
         yield "paraplan.attention", (q, k, v, mask, None, 0.0, 0, causal, 0.25, whole, starts)
@@ -100,7 +102,7 @@ def test_what_is_said_of_each_kernel_is_what_it_does() -> None:
             if kernel.name != "triton":
                 seen[kernel.name] = seen.get(kernel.name, 0) + 1
                 _assert_said(target, kernel, call, args)
-    assert set(seen) == {"flash", "efficient", "cudnn"} and min(seen.values()) > 20
+    assert set(seen) == {"flash", "efficient", "cudnn"} and min(seen.values()) >= 18
 
 
 def _assert_said(target: str, kernel: Kernel, call: OpCall, args: tuple[Any, ...]) -> None:
@@ -148,7 +150,7 @@ class _Torchs:
         )
         out, lse = attention_kernels._attention_math(q, k, v, call)
         padded = lse.new_full((*lse.shape[:2], -(-q.shape[2] // 32) * 32), float("inf"))
-        padded[:, :, : q.shape[2]] = lse
+        padded[:, :, : q.shape[2]] = torch.where(lse == float("-inf"), 0.0, lse)  # as torch's kernel gives it
         return out, padded, torch.empty(()), torch.empty(())
 
     def _scaled_dot_product_efficient_attention_backward(
@@ -231,7 +233,7 @@ def test_what_is_asked_of_torchs_kernels_and_made_of_it(
         if tensors[0].dtype == torch.float32 and kernel in [each.name for each in fitting("cuda", target, call)]:
             _assert_reference(module, target, args)
             ran += 1
-    assert ran > (20 if half else 60)
+    assert ran >= (18 if half else 60)
 
 
 @pytest.mark.parametrize(("module", "dtype"), [(efficient, "float32"), (cudnn, "float32")])
@@ -296,18 +298,25 @@ def test_what_the_efficient_backward_allocates_inside(dtype: torch.dtype, s: int
 
 
 class Attending(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, masked: bool = False) -> None:
         super().__init__()
         self.project = nn.Linear(32, 96)
+        self.masked = masked
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (2, 16)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+        mask = (x.amax(-1) > 0)[:, None, None] if self.masked else None
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, attn_mask=mask, is_causal=not self.masked).square().mean()
 
 
 def _plan() -> Plan:
-    program = capture(Attending(), {"x": torch.zeros(1, 64, 32)}, precision="bf16")
-    return whole_plan(program, parse_cluster("1xH100"), OPTIMIZERS["adamw"])
+    return _plan_for("1xH100")
+
+
+def _plan_for(cluster: str, positions: int = 128, masked: bool = False) -> Plan:
+    program = capture(Attending(masked), {"x": torch.zeros(1, positions, 32)}, precision="bf16")
+    return whole_plan(program, parse_cluster(cluster), OPTIMIZERS["adamw"])
 
 
 def _attentions(plan: Plan) -> dict[str, str]:
@@ -336,11 +345,63 @@ def _profiled(plan: Plan, device: str, seconds: dict[str, float]) -> Plan:
     return msgspec.structs.replace(plan, profile=Profile(device=device, name="x", torch="2", ops=times))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "positions", "masked", "kernel"),
+    [
+        ("1xH100", 128, False, "cudnn"),
+        ("1xH200", 384, False, "cudnn"),
+        ("1xB200", 128, False, "cudnn"),
+        ("1xH100", 192, False, "flash"),  # half of a tile of cuDNN's
+        ("1xA100-80", 128, False, "flash"),
+        ("1xMI300X", 128, False, "flash"),  # no compute capability
+        ("1xA100-80+1xH100", 128, False, "flash"),  # one program for both
+        ("1xV100-32", 128, False, "triton"),
+        ("1xH100", 128, True, "triton"),
+        ("1xA100-80", 128, True, "triton"),
+    ],
+)
+def test_which_kernel_runs_without_a_profile(cluster: str, positions: int, masked: bool, kernel: str) -> None:
+    """By the least compute capability of the plan's devices."""
+    assert set(_attentions(_plan_for(cluster, positions, masked)).values()) == {kernel}
+
+
+def test_in_float32_masks_are_the_efficient_kernels() -> None:
+    args = (*_rows("heads last", 32, torch.float32), torch.ones(B, 1, 32, 32, dtype=torch.bool), None)
+    args = (*args, 0.0, 0, False, 0.25, (B, H, 32, 32), (0, 0, 0, 0))
+    names = [each.name for each in fitting("cuda", "paraplan.attention", _call([*args[:4]], args))]
+    halves = [x.bfloat16() for x in args[:3]]
+    others = [each.name for each in fitting("cuda", "paraplan.attention", _call([*halves, args[3]], args))]
+    assert (names, others) == (["efficient", "triton"], ["triton", "efficient"])
+
+
+def test_where_torch_does_not_choose_cudnn_flash_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device than the plan's, an older cuDNN, or deterministic algorithms."""
+    ran = []
+    monkeypatch.setattr(cudnn.flash, "attention", lambda *args: ran.append(args))
+    monkeypatch.setattr(cudnn.flash, "attention_grad", lambda *args: ran.append(args))
+    monkeypatch.setattr(cudnn, "is_fake", lambda x: False)
+    q = type("OnCuda", (), {"is_cuda": True, "device": torch.device("cuda", 0)})()
+    rest = (0.0, 0, True, 0.25, (B, H, 128, 128), (0, 0, 0, 0))
+    devices = (8, 91900, False), (12, 91900, False), (9, 91500, False), (9, 91900, True)
+    for capability, version, deterministic in devices:
+        cudnn._is_trusted.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of, found=capability: (found, 0))
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda found=version: found)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda found=deterministic: found)
+        assert not cudnn._runs(q)
+        cudnn.attention(q, q, q, None, None, *rest)
+        cudnn.attention_grad(q, q, q, q, None, None, q, q, *rest, False)
+    assert len(ran) == 8
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    assert cudnn._runs(q)
+    cudnn._is_trusted.cache_clear()
+
+
 def test_a_profile_says_which_kernel_runs() -> None:
     """The quickest measured, each op apart; without times of the plan's device the first; a saved plan agrees."""
     plan = _plan()
     forward, backward = "paraplan.attention", "paraplan.attention_grad"
-    assert _attentions(plan) == {forward: "flash", backward: "flash"}
+    assert _attentions(plan) == {forward: "cudnn", backward: "cudnn"}
     seconds = {f"{of} as {name}": 1.0 for of in (forward, backward) for name in ("flash", "efficient", "triton")}
     seconds |= {f"{forward} as cudnn": 0.5, f"{backward} as cudnn": 2.0, f"{backward} as triton": 0.9}
     assert sorted({op.name for op in _ways(plan, 9)}) == sorted(seconds)
@@ -348,7 +409,7 @@ def test_a_profile_says_which_kernel_runs() -> None:
     chosen = {forward: "cudnn", backward: "triton"}
     timed = _profiled(plan, "H100", seconds)
     assert _attentions(timed) == chosen
-    assert _attentions(_profiled(plan, "A100", seconds)) == {forward: "flash", backward: "flash"}
+    assert _attentions(_profiled(plan, "A100", seconds)) == {forward: "cudnn", backward: "cudnn"}
     saved = with_used_profile(timed, lower(timed))
     assert saved.profile is not None
     kept = {op.detail.rpartition(" as ")[2]: op.seconds for op in saved.profile.ops if "attention" in op.target}

@@ -1,7 +1,8 @@
 """Attention by torch's memory-efficient kernel: float32 too, masks and their gradients; no dropout, no grouped heads.
 
 It adds its mask to the scores, reads rows of whole 32 bytes of it, and gives log-sums padded to blocks of 32 queries.
-A row that attends to nothing gives zeros and -inf; the backward wants +inf there, or its probabilities are NaN.
+Of a row that attends to nothing it gives zeros and a log-sum of 0, which is made -inf (`empty_rows`); the backward
+wants +inf there, or its probabilities are NaN.
 
 Source: Rabe, Staats 2021, Self-attention Does Not Need O(n^2) Memory (arXiv 2112.05682).
 """
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paraplan.kernels.attention_kernels import AttentionCall, heads_last_layout
+from paraplan.kernels.gpu.attention.empty_rows import clear_empty_rows
 from paraplan.kernels.gpu.attention.flash import is_diagonal, is_future, no_gradients, nothing
 
 aten = torch.ops.aten
@@ -27,10 +29,11 @@ def attention(
     call = AttentionCall(*rest)
     if is_future(call):
         return nothing(q, v)
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _added(mask, q, k), True, 0.0, is_diagonal(call), scale=call.scale
-    )
-    return out, lse.narrow(-1, 0, q.shape[2]).contiguous()
+    added, causal = _added(mask, q, k), is_diagonal(call)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, added, True, 0.0, causal, scale=call.scale)
+    if added is None:
+        return out, lse.narrow(-1, 0, q.shape[2]).contiguous()
+    return out, clear_empty_rows(lse, added, causal)
 
 
 def attention_grad(
