@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.capture.cutting.outputs import LossChoice, choose_losses, named_tensors
-from paraplan.capture.exporting.bins import BinsAsGiven
+from paraplan.capture.exporting.decided import Decided
 from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional
@@ -186,7 +186,7 @@ def export_loss(
             with (
                 no_outside_numbers(),
                 NoOutsideGradients(),
-                BinsAsGiven(),
+                Decided(),
                 reading.watching(),
                 loops_followed(model, loss_fn, loops),
             ):

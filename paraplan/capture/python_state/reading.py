@@ -158,7 +158,7 @@ class Reading:
             copied_of = self.recorder.original(each.owner)
             owner = each.owner if copied_of is None else copied_of
             where = Read(owner, each.name, each.item, self.recorder.place_of(each), each.line).where
-            self.changes.append(Changed(owner, each.name, each.item, each.was, now, where, constant))
+            self.changes.append(Changed(owner, each.name, each.item, each.was, now, where, constant, each.line))
         output.args = ((*results[:first], *results[at:]),)
         outside = self.recorder.outside_changed()
         if outside:
