@@ -21,7 +21,7 @@ from paraplan.capture.exporting.fake import name_inputs, refuse_kinds_held
 from paraplan.capture.python_state.autocast import ambient_autocast, forward_under
 from paraplan.capture.python_state.returned import Returned, returned_by
 from paraplan.codegen import build_modules
-from paraplan.cost_models.predict import predict
+from paraplan.cost_models.predict import predict, with_reserved
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
 from paraplan.ir.execution import names as outer_names
@@ -189,6 +189,7 @@ def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tupl
     )
     prediction = predict(made.plan, made.programs, made.simulation)
     data = msgspec.structs.replace(made.plan, prediction=prediction, notes=(*made.plan.notes, note))
+    data = with_reserved(data, made.programs)
     return Plan(data, made.programs, solve_s=time.perf_counter() - started)
 
 

@@ -25,11 +25,8 @@ Without a CUDA device every part runs small on the CPU, as a test of itself: tim
 
 from __future__ import annotations
 
-import gc
 import sys
 import traceback
-
-import torch
 
 from benchmarks.gpu import host, ops, parity, tiers, training
 from benchmarks.gpu.place import Place, described, here
@@ -40,8 +37,8 @@ ORDER = (
     *("ops", "profile"),
 )
 COLUMNS = (
-    *("case", "error", "ms", "predicted_ms", "time_ratio", "reference_ms", "peak_ratio", "reserved_ratio", "note"),
-    *("misses", "failures"),
+    *("case", "error", "ms", "device_ms", "host_ms", "predicted_ms", "time_ratio", "reference_ms", "peak_ratio"),
+    *("reserved_ratio", "note", "misses", "failures"),
 )
 OFF, MOST_PEAK = 0.10, 1.05
 
@@ -67,9 +64,7 @@ def told(run: Case, place: Place) -> list[Row]:
     except Exception as fault:  # noqa: BLE001  (told; the other cases go on)
         traceback.print_exc(file=sys.stderr)
         rows = [{"failures": [f"{type(fault).__name__}: {str(fault)[:300]}"]}]
-    gc.collect()
-    if place.is_cuda:
-        torch.cuda.empty_cache()
+    place.forget()
     return [{**row, "misses": misses(row) if place.is_cuda else []} for row in rows]
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.place import Place, median_ms
 from benchmarks.table import Case, Row
 from examples.models.resnet import ResNet, images
 from paraplan.capture import capture
 from paraplan.cost_models.ops.roofline import op_time_s, work_of
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS
-from paraplan.jobs.measuring.contention import FAULTS
 from paraplan.jobs.measuring.local_ops import LocalOp, families
 from paraplan.jobs.measuring.measure_ops import measure_op
 from paraplan.jobs.models import hf_batch, hf_model
@@ -104,10 +103,10 @@ def _chosen(program: Program, place: Place) -> list[LocalOp]:
 def compared(place: Place, make: Callable[[Place], Program]) -> list[Row]:
     """A row per kind of op, and one of all: measured and modelled sums, the median of their quotient, the worst ops.
 
-    `points` has every op: its full key, the model's class, and both times in seconds.
+    `points` has every op: its full key, its name, both times in seconds and the bytes it allocated inside.
     """
     device = place.cluster().groups[0].device
-    kinds: dict[str, list[tuple[str, str, float, float]]] = defaultdict(list)
+    kinds: dict[str, list[tuple[str, str, float, float, int]]] = defaultdict(list)
     failures = []
     program = make(place)
     with place.alone():
@@ -116,24 +115,26 @@ def compared(place: Place, make: Callable[[Place], Program]) -> list[Row]:
             if work.kind == "view":
                 continue
             try:
-                took = measure_op(op, place.device).seconds
-            except FAULTS as fault:
+                made = measure_op(op, place.device)
+            except Exception as fault:  # noqa: BLE001  (told; Triton has kinds of its own)
                 failures.append(f"{op.target}: {type(fault).__name__}: {str(fault)[:100]}")
                 continue
-            kinds[f"{work.kind} {work.dtype}"].append((op.full_key, op.target, took, op_time_s(work, device)))
+            kinds[f"{work.kind} {work.dtype}"].append(
+                (op.full_key, op.target, made.seconds, op_time_s(work, device), made.workspace_bytes)
+            )
     rows: list[Row] = []
     for kind, found in sorted(kinds.items()):
         off = sorted(
-            ((took / said, target) for _, target, took, said in found if took > TOLD_FROM), key=lambda each: each[0]
+            ((took / said, target) for _, target, took, said, _ in found if took > TOLD_FROM), key=lambda each: each[0]
         )
         worst = off[:2] + off[-2:] if len(off) > 4 else off
         rows.append(
             {
                 "kind": kind,
-                "ms": 1e3 * sum(took for *_, took, _ in found),
-                "predicted_ms": 1e3 * sum(said for *_, said in found),
-                "time_ratio": sum(took for *_, took, _ in found) / sum(said for *_, said in found),
-                "note": f"{kind}: {len(found)} ops, median {median(took / said for *_, took, said in found):.2f}; "
+                "ms": 1e3 * sum(took for *_, took, _, _ in found),
+                "predicted_ms": 1e3 * sum(said for *_, said, _ in found),
+                "time_ratio": sum(took for *_, took, _, _ in found) / sum(said for *_, said, _ in found),
+                "note": f"{kind}: {len(found)} ops, median {median(took / said for *_, took, said, _ in found):.2f}; "
                 + ", ".join(f"{target} {ratio:.2f}" for ratio, target in worst),
                 "points": found,
                 "failures": sorted(set(failures))[:8] if not rows else [],
@@ -142,8 +143,42 @@ def compared(place: Place, make: Callable[[Place], Program]) -> list[Row]:
     return rows
 
 
+COPIED = 256 << 20
+
+
+def copied(place: Place) -> list[Row]:
+    """Copies of 256 MiB to pinned host memory and back, alone and both ways at once, beside the link's rate."""
+    count = 1 << 16 if place.small else COPIED
+    link = place.cluster().groups[0].host
+    here = [torch.zeros(count, dtype=torch.uint8, device=place.device) for _ in range(2)]
+    there = [torch.zeros(count, dtype=torch.uint8, pin_memory=place.is_cuda) for _ in range(2)]
+    side = torch.cuda.Stream() if place.is_cuda else None
+
+    def out() -> None:
+        there[0].copy_(here[0], non_blocking=True)
+
+    def back() -> None:
+        here[1].copy_(there[1], non_blocking=True)
+
+    def both() -> None:
+        out()
+        with torch.cuda.stream(side):
+            back()
+
+    said = 1e3 * count / link.bytes_per_s
+    rows: list[Row] = []
+    with place.alone():
+        for name, call in (("out", out), ("back", back), ("both", both)):
+            took = median_ms(call, place)
+            rows.append({"ms": took, "predicted_ms": said, "time_ratio": took / said, "note": f"{name}: {link}"[:80]})
+    return [{**row, "failures": []} for row in rows]
+
+
 def cases(place: Place) -> dict[str, dict[str, Case]]:
     """By part."""
     made: dict[str, Callable[[Place], Program]] = {name: partial(_language, name=name) for name in MODELS}
     made["resnet"] = _convolutions
-    return {"ops": {name: partial(compared, place, make) for name, make in made.items()}}
+    return {
+        "ops": {name: partial(compared, place, make) for name, make in made.items()}
+        | {"host link": partial(copied, place)}
+    }

@@ -3,7 +3,8 @@ device against the same on a CPU in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -173,6 +174,17 @@ def _captured(name: str, precision: str, dropout: float = 0.1) -> tuple[Program,
     return program, (model, batch)
 
 
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Convolutions in float32 as exact as products are; torch's default rounds what they multiply to TF32."""
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@exact_convolutions()
 def kernels(place: Place, name: str, precision: str) -> Row:
     """Every kernel of a model's step."""
     program, (model, batch) = _captured(name, precision)
@@ -203,6 +215,7 @@ def _trained(plan: Plan, model: Any, batch: Mapping[str, Tensor], device: str) -
     return losses, grads
 
 
+@exact_convolutions()
 def ranks(place: Place, name: str, seeds: Sequence[int]) -> Row:
     """Random plans of four devices, in float32 on this one, against one device in float64 on the CPU; with dropout."""
     program, (model, batch) = _captured(name, "fp32")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import statistics
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -54,6 +56,12 @@ class Place(NamedTuple):
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
+    def forget(self) -> None:
+        """Give back what the allocator holds for nobody."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
     def sync(self) -> None:
         """Wait for the device."""
         if self.is_cuda:
@@ -69,7 +77,11 @@ def described() -> Row:
     """Hardware and versions, which every figure is to be quoted with."""
     row: Row = {"torch": torch.__version__, "device": "cpu"}
     if torch.cuda.is_available():
-        query = ("nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
+        query = (
+            "nvidia-smi",
+            "--query-gpu=driver_version,clocks.max.sm,power.limit,pcie.link.gen.max,pcie.link.width.max",
+            "--format=csv,noheader",
+        )
         told = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         row |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": told}
         row |= {"triton": metadata.version("triton"), "cudnn": torch.backends.cudnn.version()}
@@ -88,6 +100,33 @@ def median_ms(call: Callable[[], object], place: Place, times: int = 10, warm: i
         if index >= warm:
             found.append(1e3 * (time.perf_counter() - started))
     return statistics.median(found)
+
+
+def busy(call: Callable[[], object], place: Place) -> tuple[float | None, float, dict[str, float]]:
+    """What a call takes of the device and of the host.
+
+    Returns:
+        Milliseconds that kernels and copies run, added up; until the call is back, the device not waited for; and of
+        the kernels that take the most, by name. Nothing of a device where there is none.
+    """
+    place.sync()
+    started = time.perf_counter()
+    call()
+    host_ms = 1e3 * (time.perf_counter() - started)
+    place.sync()
+    if not place.is_cuda:
+        return None, host_ms, {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        place.sync()
+    times: dict[str, float] = defaultdict(float)
+    for event in profile.events():
+        times[event.name[:80]] += event.self_device_time_total / 1e3
+    most = dict(sorted(times.items(), key=lambda each: -each[1])[:MOST_KERNELS])
+    return sum(times.values()), host_ms, most
+
+
+MOST_KERNELS = 25
 
 
 class Room:

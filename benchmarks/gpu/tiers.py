@@ -86,6 +86,8 @@ def copies(place: Place, where: str) -> Row:
 
 
 SHARES = (1.0, 0.97, 0.94)
+WORKSPACES = 64 << 20
+"""Of cuBLAS, which no plan speaks of: 32 MiB for every handle and stream on Hopper, and as much for what is rounded."""
 
 
 def limited(place: Place, share: float) -> Row:
@@ -115,9 +117,10 @@ def _edge(place: Place, fitted: Any, given: Mapping[str, Tensor], wanted: list[f
         losses.append(loss.detach())
 
     if place.is_cuda:
-        torch.cuda.empty_cache()
+        place.forget()
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, fitted.plan.prediction.reserved_bytes[0] / total))
+        allowed = fitted.plan.prediction.reserved_bytes[0] + WORKSPACES
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
     try:
         for _ in range(STEPS):
             step()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paraplan as pp
-from benchmarks.gpu.place import Place, median_ms, no_waiting, ratio, watching
+from benchmarks.gpu.place import Place, busy, median_ms, no_waiting, ratio, watching
 from benchmarks.replaying import NotedGraphs
 from benchmarks.table import Case, Row
 from benchmarks.zoo.sized import decoder
@@ -211,6 +210,7 @@ def _run(place: Place, plan: pp.Plan, job: tuple[nn.Module, Batch], taken: Taken
     """A plan's steps, the device its own."""
     model, batch = job
     precision, deterministic, graphs, planned, wanted = taken
+    place.forget()
     others, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if place.is_cuda else (0, 0)
     trainer = plan.executable(copy.deepcopy(model), **options)
     if graphs:
@@ -233,6 +233,7 @@ def _run(place: Place, plan: pp.Plan, job: tuple[nn.Module, Batch], taken: Taken
         losses.append(float(step()))
     with watching(place, others, reserved) as room:
         ours = median_ms(step, place)
+    device_ms, host_ms, most = busy(step, place)
     failures = []
     error = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)) if deterministic else None
     if error is not None and error > FAR[precision]:
@@ -247,6 +248,9 @@ def _run(place: Place, plan: pp.Plan, job: tuple[nn.Module, Batch], taken: Taken
         "ms": ours,
         "predicted_ms": 1e3 * said.step_s,
         "time_ratio": ratio(ours, 1e3 * said.step_s),
+        "device_ms": device_ms,
+        "host_ms": host_ms,
+        "kernels": most,
         "reference_ms": eager_ms(model, batch, place, precision),
         "peak_ratio": ratio(room.peak_bytes, max(said.peak_bytes)),
         "reserved_ratio": ratio(room.reserved_bytes, max(said.reserved_bytes, default=0)),
@@ -300,16 +304,8 @@ def _resumed(place: Place) -> Row:
     }
 
 
-def flash_alone(place: Place) -> AbstractContextManager[Any]:
-    """Eager's attention as a kernel without a matrix of scores."""
-    if not place.is_cuda:
-        return nullcontext()
-    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
-
-
 def _attended(place: Place, positions: int, p: float) -> Row:
-    with flash_alone(place):
-        return trained(place, partial(_attention, place, positions, p), deterministic=not p)
+    return trained(place, partial(_attention, place, positions, p), deterministic=not p)
 
 
 def cases(place: Place) -> dict[str, dict[str, Case]]:

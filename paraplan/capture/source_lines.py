@@ -18,7 +18,7 @@ _OURS = re.compile(re.escape(str(Path(__file__).parents[1])) + r"[\\/]")
 DATA_DEPENDENT = (
     "control flow, a Python number or a shape depends on tensor data; use torch.where instead of `if`, keep values as "
     "tensors instead of .item(), masks instead of boolean indexing, x[i.unsqueeze(0)] instead of x[i] where i has no "
-    "dims, one_hot(x, n).sum(0) instead of bincount"
+    "dims, bincount with a minlength instead of without"
 )
 
 

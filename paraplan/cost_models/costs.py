@@ -45,6 +45,10 @@ ADD, BETWEEN_BLOCKS = "aten.add_.Tensor", "between blocks"
 """What adds gradients and losses of microbatches, and how its times are told from those of a block's."""
 
 
+VIEW_SHARE = 0.5
+"""Of the host's time for a kernel, what an op takes that only reinterprets."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times on a mesh. Equal ranks run in step, so on unequal devices the slowest one's time counts.
@@ -279,6 +283,24 @@ class Costs:
             if instr.tier
             else 0.0
         )
+
+    @cached_property
+    def kernel_issue_s(self) -> float:
+        """Seconds the host takes to issue one kernel; 0.0: not known."""
+        return max(device.issue_s for device in self.devices)
+
+    def issue_s(self, block: Block, instr: Instr) -> float:
+        """Seconds the host takes to issue an op: 0.0 of what is only reinterpreted, or where that is not known."""
+        each = self.kernel_issue_s
+        if not each:
+            return 0.0
+        values = block.values
+        made = [(name, values[name]) for name in instr.outs if name is not None]
+        if is_free(instr.target) and all(_is_view(name, out) for name, out in made):
+            return each * VIEW_SHARE
+        inputs = tuple([values[name] for name in refs((instr.args, tuple(instr.kwargs.values())))])
+        call = OpCall(inputs, [out for _, out in made], instr.args)  # type: ignore[arg-type]
+        return each * max(launch_count(self.cluster.backend, instr.target, instr.kernel, call), 1)
 
     def instr_taken_s(self, block: Block, instr: Instr) -> float:
         """Seconds of compute that an instruction on another stream takes for itself: of a collective, `Moves.taken_s`.

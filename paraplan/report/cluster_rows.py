@@ -102,6 +102,8 @@ def _device_rows(group: NodeGroup) -> Iterator[Row]:
     for dtype, rate in device.flops_per_s.items():
         yield dtype, show_flops(rate, dtype), device.sources.get(dtype, "")
     yield "kernel start", show_seconds(device.launch_s), ""
+    if device.issue_s:
+        yield "kernel issue", show_seconds(device.issue_s), "by the host"
     for name, kind in TIERS.items():
         if group.room_bytes(name):
             yield kind.label, show_bytes(group.room_bytes(name)), "per node, for offloading"

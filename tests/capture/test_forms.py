@@ -106,7 +106,27 @@ def _masked(net: Net, h: Tensor) -> Tensor:
     return h
 
 
+def _counted(net: Net, h: Tensor) -> Tensor:
+    """Rows by the feature that is largest, and what they weigh; a bin more than features."""
+    chosen = h.detach().topk(2).indices.reshape(-1)
+    weights = h.detach().repeat_interleave(2, 0)[:, 0] + 1
+    counts = torch.bincount(chosen, minlength=9) + chosen.int().bincount(weights, 9)
+    return h * counts[:-1].to(h.dtype) + chosen[:0].bincount(minlength=8)
+
+
+def _certain(net: Net, h: Tensor) -> Tensor:
+    """Layers dropped with a chance of nothing, and others with certainty."""
+    for _ in range(2):
+        if torch.rand([]) < 0.0 or not torch.rand(1) <= 1.0:
+            h = net.up(h)
+        if 1.0 > torch.rand_like(h[0, 0]):
+            h = h * 2
+    return h
+
+
 FOLLOWED = {
+    "counts in bins": (_counted, {}),
+    "chances of nothing": (_certain, {}),
     "writes where a mask says": (_masked, {}),
     "data of a buffer": (_moved, {"mean": torch.ones(8)}),
     "data of a buffer assigned": (_assigned, {"mean": torch.ones(8)}),
@@ -134,6 +154,21 @@ def test_forms_train_as_in_eager(name: str) -> None:
     torch.manual_seed(0)
     between, parts = FOLLOWED[name]
     assert_trains_as_eager(Net(between, **parts), {"x": X, "y": Y})
+
+
+def test_data_beyond_the_bins_are_refused_by_the_step() -> None:
+    """Eager has a bin more then, and a captured step none: no step may leave the datum out."""
+    net = Net(lambda net, h: h * torch.bincount((h[:, :3] > 0).sum(-1), minlength=3).sum())
+    within, beyond = (torch.full((4, 8), value) for value in (-1.0, 1.0))
+    with torch.no_grad():
+        net.up.weight.copy_(torch.eye(8))
+        net.up.bias.zero_()
+    batch = {"x": within, "y": Y}
+    program = capture(net, batch, precision="fp64")
+    for plan in plans_of(program):
+        assert eager_error(plan, net, batch, loss_by(None), 1) < 1e-9
+        with pytest.raises(Exception, match="out of bounds"):
+            list(plan_steps(plan, net, {"x": beyond.double(), "y": Y.double()}, 1))
 
 
 def test_batch_norm_averages_cumulatively() -> None:
@@ -217,6 +252,9 @@ TOLD = {
     "a packed sequence": (_packed, "pad to a fixed length and mask"),
     "a branch": (lambda net, h: torch.cond(h.sum() > 0, lambda v: v * 2, lambda v: v + 1, (h,)), "torch.where"),
     "a number": (lambda net, h: h * h.detach().sum().item(), "keep values as tensors instead of .item()"),
+    "a chance": (lambda net, h: h * 2 if torch.rand([]) < 0.5 else h, "use torch.where instead of `if`"),
+    "a draw written to": (lambda net, h: h * 2 if torch.rand([]).mul_(2) < 1.0 else h, "use torch.where instead"),
+    "bins by data": (lambda net, h: h * torch.bincount(h.argmax(-1))[0], "bincount with a minlength"),
     "an if": (lambda net, h: h * 2 if h.sum() > 0 else h, "use torch.where instead of `if`"),
 }
 

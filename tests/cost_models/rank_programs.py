@@ -27,14 +27,16 @@ from tests.named import all_named, named, some_named
 ADD = "aten.add.Tensor"
 
 
-def toy_costs(num_devices: int = 2) -> Costs:
-    """One byte of memory traffic, or of link traffic, takes one second; starting anything takes none."""
+def toy_costs(num_devices: int = 2, issue_s: float = 0.0) -> Costs:
+    """One byte of memory traffic, or of link traffic, takes one second; starting anything takes none, issuing it so
+    much of the host."""
     device = Device(
         kind="toy",
         memory_bytes=1 << 40,
         memory_bytes_per_s=1.0,
         flops_per_s={"float32": 1.0},
         launch_s=0.0,
+        issue_s=issue_s,
         backend="cpu",
     )
     link = Link(bytes_per_s=1.0, latency_s=0.0)

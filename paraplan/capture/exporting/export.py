@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.capture.cutting.outputs import LossChoice, choose_losses, named_tensors
+from paraplan.capture.exporting.decided import Decided
 from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional
@@ -182,7 +183,13 @@ def export_loss(
     narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())
     with mode, narrow, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
         try:
-            with no_outside_numbers(), NoOutsideGradients(), reading.watching(), loops_followed(model, loss_fn, loops):
+            with (
+                no_outside_numbers(),
+                NoOutsideGradients(),
+                Decided(),
+                reading.watching(),
+                loops_followed(model, loss_fn, loops),
+            ):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
             _keep_no_grad(program.graph_module)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from paraplan.capture.exporting.export import Asked, Exported, export_loss
 from paraplan.capture.exporting.fake import fake_batch, fake_copy, traced_precision
@@ -45,7 +45,26 @@ class _Once(NamedTuple):
     @property
     def outcome(self) -> tuple[str, Sequence[Changed]]:
         """The graph as text, and what forward changed."""
-        return str(self.exported.graph), self.reading.changes
+        return _text(self.exported.graph), self.reading.changes
+
+
+def _text(graph: fx.Graph) -> str:
+    """What a graph computes, whatever its nodes are called; what no output needs is left out."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in live or node.op in ("placeholder", "output") or node.is_impure():
+            live |= {node, *node.all_input_nodes}
+    numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(n for n in graph.nodes if n in live)}
+
+    def numbered(node: fx.Node) -> str:
+        return f"%{numbers[node]}"
+
+    lines = []
+    for node, number in numbers.items():
+        target = node.name if node.op == "placeholder" else node.target
+        given = fx.map_arg((node.args, node.kwargs), numbered)
+        lines.append(f"%{number} = {node.op} {target} {given}")
+    return "\n".join(lines)
 
 
 def trace_model(

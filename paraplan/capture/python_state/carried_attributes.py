@@ -1,9 +1,9 @@
 """Attributes that a forward reads and then changes: state that goes from step to step outside of any graph.
 
 `self.steps += 1` is captured once and computed with its first value for ever. Three kinds do no harm and are let
-through: a constant made where there was nothing (a mask, cached), what nothing is computed from (shown by a second
-export with a value that can be counted up and appended to, and not used otherwise), and what is the same after a second
-forward, which makes the same graph. Everything else is refused by name.
+through: a constant made where there was nothing (a mask, cached), what nothing is computed from (a second export, with a
+value that can be counted up and appended to and not used otherwise, makes the same graph), and what is the same after a
+second forward, which makes the same graph. Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Changed(NamedTuple):
         was: before; `now`: after.
         where: what messages call it.
         constant: whether the tensors in `now` are computed from constants alone.
+        line: where it was first read.
     """
 
     owner: Any
@@ -49,6 +50,7 @@ class Changed(NamedTuple):
     now: object
     where: str
     constant: bool
+    line: str = ""
 
     @property
     def is_cache(self) -> bool:
@@ -81,15 +83,17 @@ def refuse_carried(changes: Sequence[Changed], graph: str, again: Export) -> Non
     carried = {index: each for index, each in enumerate(changes) if not each.is_cache and each.name not in _DERIVED}
     if not carried:
         return
-    line = ""
+    line, text = "", ""
     try:
-        again({index: _Unusable(each.name) for index, each in carried.items()})
+        text, _ = again({index: _Unusable(each.name) for index, each in carried.items()})
     except CaptureError as fault:
         line = line_of_error(fault.__cause__ or fault)
+    if text != graph:  # it was used, or asked whether it is None
         if not _is_steady(changes, carried, graph, again):
             first = next((each for each in carried.values() if each.name in line), next(iter(carried.values())))
+            at = line or first.line
             raise CaptureError(
-                f"{f'{line}: ' if line else ''}forward changes {first.where} ({_told(first)}) and computes with it, so "
+                f"{f'{at}: ' if at else ''}forward changes {first.where} ({_told(first)}) and computes with it, so "
                 f"every step would be captured with its first value; {_WAY_OUT}"
             ) from None
     for each in carried.values():

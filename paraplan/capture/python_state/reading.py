@@ -16,7 +16,7 @@ from paraplan.capture.python_state.code import PLAIN_DEFAULTS, Outside, Reached
 from paraplan.capture.python_state.contents import content_digest, hooks_text
 from paraplan.capture.python_state.dynamic import Attribute, attributes_set
 from paraplan.capture.python_state.reads import Read, Recorder, declared_of, settings_of
-from paraplan.capture.python_state.setting_paths import outside_value, set_at, value_at
+from paraplan.capture.python_state.setting_paths import outside_value, put_at, set_at, value_at
 from paraplan.capture.python_state.values import CONTAINERS, text_of
 from paraplan.ir.errors import CaptureError
 
@@ -158,7 +158,7 @@ class Reading:
             copied_of = self.recorder.original(each.owner)
             owner = each.owner if copied_of is None else copied_of
             where = Read(owner, each.name, each.item, self.recorder.place_of(each), each.line).where
-            self.changes.append(Changed(owner, each.name, each.item, each.was, now, where, constant))
+            self.changes.append(Changed(owner, each.name, each.item, each.was, now, where, constant, each.line))
         output.args = ((*results[:first], *results[at:]),)
         outside = self.recorder.outside_changed()
         if outside:
@@ -179,7 +179,7 @@ def values_set(memo: Mapping[int, Any], changes: Sequence[Changed], values: Mapp
             owner = memo.get(id(each.owner), each.owner)
             if owner is each.owner:
                 undo.append((owner, each.name, each.item, value_at(owner, each.name, each.item)))
-            set_at(owner, each.name, each.item, value)
+            put_at(owner, each.name, each.item, value)
         yield
     finally:
         for place in undo:

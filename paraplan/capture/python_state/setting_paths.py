@@ -11,6 +11,7 @@ from torch import nn
 
 from paraplan.capture.python_state.code import GLOBAL, Outside
 from paraplan.capture.python_state.values import ABSENT
+from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.program import Program
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
@@ -118,6 +119,22 @@ def set_at(owner: Any, name: str, item: tuple[Any, ...], value: object) -> None:
         getattr(owner, name)[item[0]] = value
     else:
         setattr(owner, name, value)
+
+
+def put_at(owner: Any, name: str, item: tuple[Any, ...], value: object) -> None:
+    """Set an attribute, or an item of it, to a value that its class might refuse (a field whose type is checked).
+
+    Raises:
+        CaptureError: it is another value that is read then.
+    """
+    try:
+        set_at(owner, name, item, value)
+    except Exception as fault:  # what a class raises of a value is its own
+        if item or not hasattr(owner, "__dict__"):
+            raise CaptureError(f"{where_of(owner, name, item, None)} takes no other value") from fault
+        object.__setattr__(owner, name, value)
+    if value is not ABSENT and value_at(owner, name, item) is not value:
+        raise CaptureError(f"{where_of(owner, name, item, None)} takes no other value")
 
 
 def static_of(cls: type, name: str) -> object:

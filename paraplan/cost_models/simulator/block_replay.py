@@ -146,9 +146,15 @@ class MemoryBlock(BlockStorages):
 # Events of a block on streams: run compute for a while; issue a collective or a copy; wait for one.
 @dataclass(frozen=True)
 class Run:
-    """Compute busy for `seconds`."""
+    """Compute busy for `seconds`.
+
+    The host issues its kernels in `issue_s`, and the last has run `issued_s` after it issued the first, however early
+    the device was free.
+    """
 
     seconds: float
+    issue_s: float = 0.0
+    issued_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,25 @@ class TimeBlock:
     imported: tuple[tuple[int, str], ...]
 
 
+class Running:
+    """Ops one after another, on the device and as the host issues them."""
+
+    def __init__(self) -> None:
+        self.seconds = self.issue_s = self.issued_s = 0.0
+
+    def add(self, seconds: float, issue_s: float) -> None:
+        """One more op; it begins when the last has run and the host has issued it."""
+        self.seconds += seconds
+        self.issue_s += issue_s
+        self.issued_s = max(self.issued_s, self.issue_s) + seconds
+
+    def end(self, events: list[Event]) -> None:
+        """Enter what there is as a run, and begin anew."""
+        if self.seconds or self.issue_s:
+            events.append(Run(self.seconds, self.issue_s, self.issued_s))
+        self.__init__()  # type: ignore[misc]
+
+
 def compile_time(block: Block, costs: Costs) -> TimeBlock:
     """A block's events, each instruction priced once.
 
@@ -201,7 +226,7 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
     """
     events: list[Event] = []
     work: dict[Stream, float] = {}
-    run = 0.0
+    run = Running()
     issued: set[str] = set()
     waited: set[str] = set()
     fused = _fused_s(block, costs) if costs.compiled and is_compiled(block) else {}
@@ -210,11 +235,9 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         seconds = costs.instr_s(block, instr) if seconds < 0 else seconds
         work[stream] = work.get(stream, 0.0) + seconds
         if instr.kind is InstrKind.OP:
-            run += seconds
+            run.add(seconds, 0.0 if index in fused else costs.issue_s(block, instr))
             continue
-        if run:
-            events.append(Run(run))
-            run = 0.0
+        run.end(events)
         if instr.issues:
             name = instr.outs[0] or ""
             issued.add(name)
@@ -227,8 +250,7 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
                 raise CostModelError(f"block {block.name}: waits for {name!r}, which nothing issued")
             waited.add(name)
             events.append(Wait(name))
-    if run:
-        events.append(Run(run))
+    run.end(events)
     results = (*block.outputs, *block.saved)
     return TimeBlock(
         events=tuple(events),

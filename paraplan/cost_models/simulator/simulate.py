@@ -62,7 +62,7 @@ class RankTrace(Value, frozen=True, kw_only=True):
         compute_s: compute stream busy.
         comm_s, copy_s: per comm and per copy stream, seconds busy.
         exposed_comm_s: seconds compute stood still for communication, the step's end included
-            (step_s - compute_s - exposed_copy_s - bubble_s - exposed_update_s).
+            (step_s - compute_s - exposed_copy_s - bubble_s - exposed_update_s, less what it stood still for the host).
         exposed_copy_s: seconds it stood still for copies to and from tiers.
         spans: stretches of every stream, for timelines.
         memory: one point per step.
@@ -204,7 +204,8 @@ class RankEngine:
         if step.kind is StepKind.CALL:
             self.time.call(step, self._block(step.block))
         elif step.kind is StepKind.ACCUMULATE:
-            self.time.compute(step, self._accumulate_s(memory), "accumulate")
+            seconds = self._accumulate_s(memory)
+            self.time.compute(step, seconds, "accumulate", self.costs.kernel_issue_s if seconds else 0.0)
         elif step.kind is StepKind.UPDATE:
             self._update(step)
         elif step.kind is StepKind.UPDATED:

@@ -6,7 +6,8 @@ compute; a wait holds compute until the collective has ended. That is CUDA's str
 torch.distributed: one communication stream per link level. A collective that takes some of the device for itself
 holds compute for that much of its time, from when it is issued: compute that would have gone on beside it is done so
 much later, and compute that waits for it anyway loses nothing. Copies do the same on one stream each way per tier; one
-that begins beside an update on the host takes from it the host's memory for its bytes.
+that begins beside an update on the host takes from it the host's memory for its bytes. The host issues kernels ahead of
+the device, one after another: where they are shorter than it takes to issue them, compute waits for the host.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from paraplan.cost_models.simulator.block_replay import Issue, Run, TimeBlock
 from paraplan.ir.execution.names import Name
 from paraplan.ir.execution.rank_program import Step
-from paraplan.ir.execution.streams import COMPUTE, Stream, StreamKind
+from paraplan.ir.execution.streams import COMPUTE, HOST, Stream, StreamKind
 from paraplan.ir.struct import Value
 
 
@@ -48,6 +49,7 @@ class TimeWalk:
         self.clock: dict[Stream, float] = {COMPUTE: 0.0}
         self.work: dict[Stream, float] = {COMPUTE: 0.0}
         self.stalled: dict[Stream, float] = {}
+        self.issued_s = 0.0
         self.bubble_s = 0.0
         self.bubbles: list[tuple[float, float]] = []
         self.spans: list[Span] = []
@@ -77,7 +79,7 @@ class TimeWalk:
         ends = {name: self._unfinished[outer] for name, outer in bound if outer in self._unfinished}
         for event in block.events:
             if isinstance(event, Run):
-                now += event.seconds
+                now = self._run(now, event.seconds, event.issue_s, event.issued_s)
                 busy += event.seconds
             elif isinstance(event, Issue):
                 ends[event.name] = self._issue(step, event, now)
@@ -96,18 +98,28 @@ class TimeWalk:
                 self._unfinished[outer] = ends[name]
         self._span(step, COMPUTE, begin, now, step.block, busy)
 
-    def compute(self, step: Step, seconds: float, label: str) -> None:
+    def compute(self, step: Step, seconds: float, label: str, issue_s: float = 0.0) -> None:
         """Run one kernel outside of blocks.
 
         Args:
             step: that it is of.
             seconds: that it takes.
             label: of its span.
+            issue_s: that the host takes to issue it.
         """
         begin = self.clock[COMPUTE]
-        self.clock[COMPUTE] = begin + seconds
+        self.clock[COMPUTE] = self._run(begin, seconds, issue_s, issue_s + seconds)
         self.work[COMPUTE] += seconds
-        self._span(step, COMPUTE, begin, begin + seconds, label, seconds)
+        self._span(step, COMPUTE, begin, self.clock[COMPUTE], label, seconds)
+
+    def _run(self, now: float, seconds: float, issue_s: float, issued_s: float) -> float:
+        """When kernels have run that the host issues meanwhile; compute stands still where it is the slower."""
+        end = now + seconds
+        if self.issued_s + issued_s > end:
+            self.stalled[HOST] = self.stalled.get(HOST, 0.0) + self.issued_s + issued_s - end
+            end = self.issued_s + issued_s
+        self.issued_s += issue_s
+        return end
 
     def update(self, step: Step, stream: Stream, seconds: float) -> None:
         """An update elsewhere, for which compute stands still.

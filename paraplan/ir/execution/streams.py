@@ -14,6 +14,7 @@ class StreamKind(Enum):
     COPY = "copy"
     UPDATE = "update"
     MESSAGE = "p2p"
+    HOST = "host"
 
 
 class Channel(NamedTuple):
@@ -51,6 +52,8 @@ class Stream(str):
 
 
 COMPUTE = Stream(StreamKind.COMPUTE)
+HOST = Stream(StreamKind.HOST)
+"""The thread that issues kernels."""
 OUT, IN = "out", "in"
 """The ways of copies: to a tier, and from it."""
 

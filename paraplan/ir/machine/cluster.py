@@ -54,6 +54,8 @@ class Device(Value, frozen=True, kw_only=True):
         capability: compute capability, the larger number, by which kernels are chosen; 0: not known.
         multiprocessors: among which the tiles of a product are dealt out; 0: not known, or a CPU.
         launch_s: time to start one kernel.
+        issue_s: time the host takes to issue one kernel, Python and torch's dispatch included; kernels shorter than that
+            wait for it. 0.0: not known, and left out; `paraplan.detect` measures it.
         backend: torch device type the plan runs on, "cuda" or "cpu".
         source: the document or measurement the rates come from.
         sources: per dtype, and for memory_bytes and memory_bytes_per_s, what that source calls it.
@@ -69,6 +71,7 @@ class Device(Value, frozen=True, kw_only=True):
     capability: int = 0
     multiprocessors: int = 0
     launch_s: float = 3e-6
+    issue_s: float = 0.0
     backend: str = "cuda"
     source: str = ""
     sources: dict[str, str] = {}
@@ -366,6 +369,7 @@ def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
     check_positive(cluster.name, device.memory_bytes, f"{at}.memory_bytes")
     check_positive(cluster.name, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
     check_not_negative(cluster.name, device.launch_s, f"{at}.launch_s")
+    check_not_negative(cluster.name, device.issue_s, f"{at}.issue_s")
     for index, each in enumerate(device.reserves):
         check_not_negative(cluster.name, each.nbytes, f"{at}.reserves[{index}].nbytes")
     if device.multiprocessors < 0:

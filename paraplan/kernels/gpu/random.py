@@ -18,7 +18,8 @@ from torch import Tensor
 from paraplan.ir.machine.kernel_choice import merged_dims
 from paraplan.kernels.gpu.triton_launch import launch, row_major
 
-BLOCK = 1024
+ELEMENTS = 4096
+LEAST_COLUMNS = 64
 
 
 @triton.jit
@@ -41,23 +42,32 @@ def _global_row(row, sizes, wholes, starts):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def draw(seed, slot_key, row, column):  # type: ignore[no-untyped-def]
-    """Uniform bits of elements, by their global row (uint64) and column (uint32), as int32."""
+def row_key(seed, slot_key, row):  # type: ignore[no-untyped-def]
+    """Two uint32 for rows, by their global index (uint64)."""
     stream = _mix64(_mix64(seed.to(tl.uint64)) + slot_key)
     key = _mix64(row * 0x9E3779B97F4A7C15 + stream)
-    h = key.to(tl.uint32) ^ (column * 0x9E3779B1)
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def finish(first, second, column):  # type: ignore[no-untyped-def]
+    """Uniform bits of elements, by the keys of their rows and their columns (uint32), as int32."""
+    h = first ^ (column * 0x9E3779B1)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = ((h ^ (h >> 13)) + (key >> 32).to(tl.uint32)) * 0xC2B2AE35
+    h = ((h ^ (h >> 13)) + second) * 0xC2B2AE35
     h = h ^ (h >> 16)
     return h.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _place(count, columns, sizes, wholes, starts, column_start, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Offsets of a program's elements, which exist, their global rows and columns."""
-    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    row = _global_row(offsets // columns, sizes, wholes, starts)
-    return offsets, offsets < count, row, (offsets % columns + column_start).to(tl.uint32)
+def _place(height, columns, sizes, wholes, starts, column_start, rows: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of a program's elements, which exist, their global rows ([rows, 1]) and columns ([1, block])."""
+    across = (columns + block - 1) // block
+    row = (tl.program_id(0) // across * rows + tl.arange(0, rows)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) % across * block + tl.arange(0, block))[None, :]
+    there = (row < height) & (column < columns)
+    found = _global_row(row, sizes, wholes, starts)
+    return row * columns + column, there, found, (column + column_start).to(tl.uint32)
 
 
 @triton.jit
@@ -65,7 +75,7 @@ def _dropout(
     x,
     seed,
     out,
-    count,
+    height,
     columns,
     sizes,
     wholes,
@@ -74,20 +84,24 @@ def _dropout(
     slot_key,
     threshold: tl.constexpr,
     scale: tl.constexpr,
+    rows: tl.constexpr,
     block: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
-    offsets, there, row, column = _place(count, columns, sizes, wholes, starts, column_start, block)
-    kept = draw(tl.load(seed), slot_key, row, column) >= threshold
+    offsets, there, row, column = _place(height, columns, sizes, wholes, starts, column_start, rows, block)
     value = tl.load(x + offsets, mask=there)
+    first, second = row_key(tl.load(seed), slot_key, row)
+    kept = finish(first, second, column) >= threshold
     wide = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    factor = tl.full((block,), scale, wide)
+    factor = tl.full((1, 1), scale, wide)
     tl.store(out + offsets, (value.to(wide) * kept.to(wide) * factor).to(x.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _uniform(seed, out, count, columns, sizes, wholes, starts, column_start, slot_key, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    offsets, there, row, column = _place(count, columns, sizes, wholes, starts, column_start, block)
-    number = draw(tl.load(seed), slot_key, row, column) >> 9
+def _uniform(seed, out, height, columns, sizes, wholes, starts, column_start, slot_key,
+             rows: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    offsets, there, row, column = _place(height, columns, sizes, wholes, starts, column_start, rows, block)
+    first, second = row_key(tl.load(seed), slot_key, row)
+    number = finish(first, second, column) >> 9
     value = (number.to(out.dtype.element_ty) + 4194304.5) * 1.1920928955078125e-07
     tl.store(out + offsets, value.to(out.dtype.element_ty), mask=there)
 
@@ -104,28 +118,39 @@ def dropout(x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence
     out = torch.empty_like(x)
     threshold = min(max(round(p * 2**32) - 2**31, -(2**31)), 2**31 - 1)
     scale = 1.0 / (1.0 - p) if p < 1 else 0.0
-    count, *where = _where(x.shape, global_shape, starts)
-    args = x, seed, out, count, *where, slot_key(slot), threshold, scale, BLOCK
-    launch(_dropout, _grid(count), args, (x, seed), (out,))
+    height, columns, *where = _where(x.shape, global_shape, starts)
+    tile = _tile(height, columns)
+    args = x, seed, out, height, columns, *where, slot_key(slot), threshold, scale, *tile
+    launch(_dropout, _grid(height, columns, *tile), args, (x, seed), (out,))
     return out
 
 
 def uniform(x: Tensor, seed: Tensor, slot: int, global_shape: Sequence[int], starts: Sequence[int]) -> Tensor:
     """As `kernels.random_kernels.uniform`; one launch."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    count, *where = _where(x.shape, global_shape, starts)
-    launch(_uniform, _grid(count), (seed, out, count, *where, slot_key(slot), BLOCK), (seed,), (out,))
+    height, columns, *where = _where(x.shape, global_shape, starts)
+    tile = _tile(height, columns)
+    args = seed, out, height, columns, *where, slot_key(slot), *tile
+    launch(_uniform, _grid(height, columns, *tile), args, (seed,), (out,))
     return out
 
 
-def _grid(count: int) -> tuple[int]:
-    return (triton.cdiv(count, BLOCK),)
+def _tile(height: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of a program, powers of 2: columns that leave little over, at most a whole row."""
+    block = min(triton.next_power_of_2(max(columns, 1)), ELEMENTS)
+    while block > LEAST_COLUMNS and -(-columns // block) * block > columns * 9 // 8:
+        block //= 2
+    return min(ELEMENTS // block, triton.next_power_of_2(max(height, 1))), block
+
+
+def _grid(height: int, columns: int, rows: int, block: int) -> tuple[int]:
+    return (triton.cdiv(height, rows) * triton.cdiv(columns, block),)
 
 
 def _where(
     shape: Sequence[int], global_shape: Sequence[int], starts: Sequence[int]
 ) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Elements, columns, (sizes, global sizes, starts) of merged leading dims, last first, and the first column."""
+    """Rows, columns, (sizes, global sizes, starts) of merged leading dims, last first, and the first column."""
     sizes, wholes, begins = merged_dims(shape, global_shape, starts)
     columns = shape[-1] if shape else 1
-    return math.prod(shape), columns, sizes, wholes, begins, starts[-1] if starts else 0
+    return math.prod(shape[:-1]), columns, sizes, wholes, begins, starts[-1] if starts else 0

@@ -26,6 +26,7 @@ def launch(
     read: Sequence[Tensor],
     written: Sequence[Tensor],
     warps: int = 4,
+    stages: int = 0,
 ) -> None:
     """Runs a kernel over a grid; without data, an op of its name passes the dispatch modes instead.
 
@@ -35,9 +36,11 @@ def launch(
         args: the kernel's, in order.
         read, written: the tensors among them.
         warps: of a program.
+        stages: iterations of its loops whose loads are in flight at once; as Triton chooses where 0.
     """
     if 0 not in grid and not noted(written[0], read, written, kernel.fn.__name__):
-        kernel[grid](*args, num_warps=warps)
+        options = {"num_stages": stages} if stages else {}
+        kernel[grid](*args, num_warps=warps, **options)
 
 
 def noted(x: Tensor, read: Sequence[Tensor | None] = (), written: Sequence[Tensor] = (), name: str = "") -> bool:

@@ -85,6 +85,7 @@ def _device_replaces(a: Device, b: Device) -> bool:
         a.memory_bytes - _reserved(a) >= b.memory_bytes - _reserved(b)
         and a.memory_bytes_per_s >= b.memory_bytes_per_s
         and a.launch_s <= b.launch_s
+        and a.issue_s <= b.issue_s
         and a.power_share >= b.power_share
         and (a.multiprocessors, a.capability) == (b.multiprocessors, b.capability)
         and all(a.flops_per_s.get(dtype, 0.0) >= rate for dtype, rate in b.flops_per_s.items())

@@ -18,13 +18,13 @@ from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.plan import Plan
 from paraplan.ir.profile import CollectiveTime, OpTime, Profile
-from paraplan.report.diagnosis.records import TIER_MEMORY, TIER_UPDATE, Faster
+from paraplan.report.diagnosis.records import ISSUING, TIER_MEMORY, TIER_UPDATE, Faster
 from paraplan.report.diagnosis.step_parts import part_of
 
 TENTH = 1.1
 _LINKS = ("in_node", "between_nodes", *TIERS)
 _TIER_RATES = tuple(kind.rate for kind in TIERS.values() if kind.rate)
-_UNRATED = ("device", "products", "launches", "latency")
+_UNRATED = ("device", "products", "launches", "latency", ISSUING)
 
 
 def faster(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation) -> tuple[Faster, ...]:
@@ -40,6 +40,7 @@ def faster(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation) 
     delays = [
         *(["launches"] if any(g.device.launch_s for g in plan.cluster.groups) else []),
         *(["latency"] * bool(links)),
+        *([ISSUING] if any(g.device.issue_s for g in plan.cluster.groups) else []),
     ]
     apart = ["products", "device_memory", *delays] if plan.profile is None else []
     found = [_simulated(plan, programs, simulation, what) for what in ("device", *apart, *links, *memory)]
@@ -81,6 +82,7 @@ def quicker(cluster: ClusterSpec, what: str, times: float = TENTH) -> ClusterSpe
             flops_per_s=products if what in ("device", "products") else old.flops_per_s,
             memory_bytes_per_s=memory if what in ("device", "device_memory") else old.memory_bytes_per_s,
             launch_s=old.launch_s / times if what == "launches" else old.launch_s,
+            issue_s=old.issue_s / times if what == ISSUING else old.issue_s,
         )
 
     def link(name: str, old: Link | None) -> Link | None:

@@ -11,7 +11,7 @@ from paraplan.report.memory_report import PartRow
 
 _part = lazy({"diagnosis_html": "paraplan.report.diagnosis.html"})
 COMPUTE, RECOMPUTATION, UPDATE = "compute", "recomputation", "update"
-TIER_UPDATE, TIER_MEMORY = "host_update", "host_memory"
+TIER_UPDATE, TIER_MEMORY, ISSUING = "host_update", "host_memory", "issuing"
 FILL_AND_DRAIN, OTHERS = "fill_and_drain", "others"
 PART_WORDS = {
     COMPUTE: "compute",
@@ -21,6 +21,7 @@ PART_WORDS = {
     "between_nodes": "links between nodes",
     **{tier: f"the {tier}'s link" for tier in TIERS},
     TIER_UPDATE: "updates by the host",
+    ISSUING: "waiting for the host to issue kernels",
     FILL_AND_DRAIN: "the pipeline's fill and drain",
     OTHERS: "waiting for other stages",
 }
@@ -150,6 +151,7 @@ FASTER_WORDS = {
     **{tier: f"the {tier}'s link" for tier in TIERS},
     TIER_MEMORY: "the host's memory",
     "launches": "launches of kernels",
+    ISSUING: "the host, where it issues kernels",
     "latency": "latencies of all links",
 }
 

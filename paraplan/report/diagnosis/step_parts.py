@@ -29,6 +29,7 @@ from paraplan.report.breakdown import time_breakdown
 from paraplan.report.diagnosis.records import (
     COMPUTE,
     FILL_AND_DRAIN,
+    ISSUING,
     OTHERS,
     RECOMPUTATION,
     TIER_UPDATE,
@@ -151,6 +152,8 @@ def part_of(stream: Stream, cluster: ClusterSpec) -> str:
         return cluster.span(stream.channel)
     if stream.kind is StreamKind.UPDATE:
         return TIER_UPDATE
+    if stream.kind is StreamKind.HOST:
+        return ISSUING
     return stream.level or stream.tier or COMPUTE
 
 

@@ -430,23 +430,97 @@ def _leave(self: Any, h: Tensor) -> Tensor:
     return h
 
 
+def _first(self: Any, h: Tensor) -> Tensor:
+    if self.cache is None:
+        self.cache = 1
+        return h * 2
+    return h
+
+
+def _keep(self: Any, h: Tensor) -> Tensor:
+    if self.cache is None:
+        self.cache = h.detach() * 2
+    return h
+
+
 def _settle(self: Any, h: Tensor) -> Tensor:
     self.steps = max(self.steps, h.shape[0])
     return h
 
 
 @pytest.mark.parametrize(
-    ("how", "name"), [(_use, "steps"), (_branch, "steps"), (_double, "state"), (_remember, "cache"), (_recall, "log")]
+    ("how", "name"), [(_use, "steps"), (_branch, "steps"), (_double, "state"), (_remember, "cache"), (_recall, "log"), (_first, "cache")]
 )
 def test_what_is_carried_from_step_to_step_is_refused(how: Callable[[Any, Tensor], Tensor], name: str) -> None:
     with pytest.raises(CaptureError, match=rf"test_settings.py:.*forward changes {name} of Carries.*register_buffer"):
         capture_with_reads(Carries(how), {"x": torch.randn(8, 4)})
 
 
-@pytest.mark.parametrize("how", [_count, _collect, _settle])
+@pytest.mark.parametrize("how", [_count, _collect, _settle, _keep])
 def test_what_is_only_counted_or_steady_is_warned_of(how: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.warns(UserWarning, match="nothing in a step depends on that"):
         capture_with_reads(Carries(how), {"x": torch.randn(8, 4)})
+
+
+class Checked:
+    """A configuration that takes values of a field's type alone, as those of Hugging Face do."""
+
+    def __init__(self) -> None:
+        self.task: str | None = None
+        self.steps = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        known = {"task": ("regression", "classification", None), "steps": range(100)}[name]
+        if value not in known:
+            raise ValueError(f"{name} is none of {known}: {value}")
+        super().__setattr__(name, value)
+
+
+class Whole(Checked):
+    """Makes a number of what it is given."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value if name == "task" or isinstance(value, int) else 0)
+
+
+def _task(self: Any, h: Tensor) -> Tensor:
+    if self.config.task is None:
+        self.config.task = "regression" if h.shape[-1] == 1 else "classification"
+    return h * 2 if self.config.task == "regression" else h
+
+
+def _tasks(self: Any, h: Tensor) -> Tensor:
+    self.config.task = "regression" if self.config.task is None else "classification"
+    return h * 2 if self.config.task == "regression" else h
+
+
+def _checked(self: Any, h: Tensor) -> Tensor:
+    self.config.steps += 1
+    return h * self.config.steps
+
+
+def _configured(how: Callable[[Any, Tensor], Tensor], config: Checked) -> Carries:
+    model = Carries(how)
+    model.config = config
+    return model
+
+
+def test_an_attribute_of_a_class_that_checks_its_values_may_settle() -> None:
+    with pytest.warns(UserWarning, match="forward changes task of .*None to 'classification'.*nothing in a step"):
+        capture_with_reads(_configured(_task, Checked()), {"x": torch.randn(8, 4)})
+
+
+@pytest.mark.parametrize(("how", "name"), [(_tasks, "task"), (_checked, "steps")])
+def test_what_a_class_that_checks_its_values_carries_is_refused(
+    how: Callable[[Any, Tensor], Tensor], name: str
+) -> None:
+    with pytest.raises(CaptureError, match=rf"test_settings.py:.*forward changes {name} of Checked"):
+        capture_with_reads(_configured(how, Checked()), {"x": torch.randn(8, 4)})
+
+
+def test_a_value_that_a_class_makes_another_is_no_proof() -> None:
+    with pytest.raises(CaptureError, match=r"^test_settings.py:\d+: forward changes steps of Whole"):
+        capture_with_reads(_configured(_checked, Whole()), {"x": torch.randn(8, 4)})
 
 
 @pytest.mark.parametrize("how", [_mask, _masks, _leave])

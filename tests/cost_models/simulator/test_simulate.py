@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from hypothesis import given, settings
+from hypothesis.strategies import integers, lists
 
 from paraplan.cost_models.bound import rank_bound, stream_bound
 from paraplan.cost_models.costs import Costs
@@ -10,6 +11,7 @@ from paraplan.cost_models.simulator import simulate as simulate_module
 from paraplan.cost_models.simulator.simulate import simulate, simulate_rank
 from paraplan.ir.errors import ClusterError, CostModelError
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.execution.streams import HOST
 from tests.cost_models.rank_programs import (
     block,
     call,
@@ -58,6 +60,36 @@ def test_spans_show_both_streams() -> None:
     assert (spans["compute"].start_s, spans["compute"].end_s, spans["compute"].busy_s) == (0, 30, 24)
     comm = spans["comm:in_node"]
     assert (comm.start_s, comm.end_s, comm.label, comm.phase, comm.segment) == (20, 30, "all_reduce", "F", 0)
+
+
+def chain(*sizes: int) -> RankProgram:
+    """Ops of 2 · size seconds, twice over."""
+    names = [f"v{index}" for index in range(len(sizes))]
+    values = {name: own(name, size) for name, size in zip(names, sizes, strict=True)}
+    values |= {f"{name}y": own(f"{name}y", size) for name, size in zip(names, sizes, strict=True)}
+    code = block("F", " ".join(names), f"{names[-1]}y", values, *(op(f"{name}y", name) for name in names))
+    outer = {f"{name}0": size for name, size in zip(names, sizes, strict=True)}
+    calls = [call("F", " ".join(outer), out, "") for out in ("out", "again")]
+    return program([code], outer, calls)
+
+
+def test_kernels_shorter_than_their_issue_wait_for_the_host() -> None:
+    """Ends of the first call: 3 + 2, max(5, 6) + 10, 16 + 2, 18 + 2; by then the host is far ahead."""
+    issued = simulate_rank(chain(1, 5, 1, 1), toy_costs(issue_s=3.0))
+    free = simulate_rank(chain(1, 5, 1, 1), toy_costs())
+    assert free.step_s == free.compute_s == issued.compute_s == 32
+    assert issued.step_s == 20 + 16 and issued.stalled_s == {HOST: 4.0}
+    assert issued.step_s == issued.compute_s + sum(issued.stalled_s.values())
+
+
+@given(sizes=lists(integers(1, 9), min_size=1, max_size=8), issue=integers(0, 12))
+def test_the_host_issues_in_order_and_ahead(sizes: list[int], issue: int) -> None:
+    """Against every op by itself: it begins when the last has run and the host has issued it."""
+    ends = [0.0]
+    for count, size in enumerate(2 * sizes):
+        ends.append(max(ends[-1], (count + 1) * issue) + 2 * size)
+    found = simulate_rank(chain(*sizes), toy_costs(issue_s=float(issue)))
+    assert found.step_s == ends[-1]
 
 
 def away(kept_s: int) -> RankProgram:

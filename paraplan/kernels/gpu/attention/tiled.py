@@ -21,188 +21,305 @@ import triton.language as tl
 from torch import Tensor
 
 from paraplan.kernels.attention_kernels import AttentionCall
-from paraplan.kernels.gpu.random import draw, slot_key
+from paraplan.kernels.gpu.random import finish, row_key, slot_key
 from paraplan.kernels.gpu.triton_launch import launch, row_major
 
 
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
-def _scores(q, k, mask, m, n, s, t, mask_base, mask_m, mask_n, ahead, scale,
-            has_mask: tl.constexpr, bool_mask: tl.constexpr, causal: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """A tile of S; -inf where nothing is attended to. `ahead`: how far the first query is ahead of the first key."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    there = (m[:, None] < s) & (n[None, :] < t)
+def _rows(x, base, row, stride, count, width: tl.constexpr, d: tl.constexpr, checked: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of a [rows, d] matrix, zeros outside; `checked`: whether some of the rows may be outside."""
+    column = tl.arange(0, width)
+    place = x + base + row.to(tl.int64)[:, None] * stride + column[None, :]
+    if checked:
+        there = row[:, None] < count
+        if d < width:
+            there = there & (column[None, :] < d)
+        return tl.load(place, mask=there, other=0.0)
+    if d < width:
+        return tl.load(place, mask=(column[None, :] < d) & (row[:, None] >= 0), other=0.0)
+    return tl.load(place)
+
+
+@triton.jit
+def _write(x, base, row, stride, count, value, width: tl.constexpr, d: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.arange(0, width)
+    there = (row[:, None] < count) & (column[None, :] < d)
+    place = x + base + row.to(tl.int64)[:, None] * stride + column[None, :]
+    tl.store(place, value.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _added(scores, mask, m, n, s, t, base, mask_m, mask_n, scale, has_mask: tl.constexpr, bool_mask: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of log2(e) · S from the products; m, n: places of its queries and keys, broadcast to the tile."""
+    scores = scores * (scale * LOG2E)
     if has_mask:
-        added = tl.load(mask + mask_base + m[:, None] * mask_m + n[None, :] * mask_n, mask=there, other=0)
+        place = mask + base + m.to(tl.int64) * mask_m + n.to(tl.int64) * mask_n
+        added = tl.load(place, mask=(m < s) & (n < t), other=0)
         if bool_mask:
-            there = there & (added != 0)
+            scores = tl.where(added != 0, scores, float("-inf"))
         else:
-            scores += added.to(tl.float32)
-    if causal:
-        there = there & (n[None, :] <= m[:, None] + ahead)
-    return tl.where(there, scores, float("-inf"))
+            scores += added.to(tl.float32) * LOG2E
+    return scores
 
 
 @triton.jit
-def _kept(seed, key, row, n, threshold: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which probabilities of a tile dropout keeps; `row`: global rows of its queries, `n`: global keys."""
-    bits = draw(tl.load(seed), key, row.to(tl.uint64)[:, None], n.to(tl.uint32)[None, :])
-    return bits >= threshold
+def _attended(scores, m, n, t, ahead, causal: tl.constexpr, checked: tl.constexpr, ends: tl.constexpr):  # type: ignore[no-untyped-def]
+    """-inf where nothing is attended to. `ahead`: how far the first query is ahead of the first key; `checked`: whether
+    the tile may be on the diagonal; `ends`: whether it may hold keys from t on, which are to be left out."""
+    if checked and causal:
+        scores = tl.where(n <= m + ahead, scores, float("-inf"))
+    if checked and ends:
+        scores = tl.where(n < t, scores, float("-inf"))
+    return scores
 
 
 @triton.jit
-def _rows(x, base, row, stride, count, d, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of a [rows, d] matrix, zeros outside."""
-    column = tl.arange(0, width)
-    there = (row[:, None] < count) & (column[None, :] < d)
-    return tl.load(x + base + row[:, None] * stride + column[None, :], mask=there, other=0.0)
+def _forward_tile(start, queries, k, v, k_base, v_base, k_stride, v_stride, mask, mask_base, mask_m, mask_n, m, s, t,
+                  ahead, scale, first, second, key_start, top, total, acc, threshold: tl.constexpr,
+                  has_mask: tl.constexpr, bool_mask: tl.constexpr, causal: tl.constexpr, drops: tl.constexpr,
+                  d: tl.constexpr, e: tl.constexpr, width: tl.constexpr, e_width: tl.constexpr, tile_n: tl.constexpr,
+                  precision: tl.constexpr, checked: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Running maximum, sum and result with one more tile of keys."""
+    n = start + tl.arange(0, tile_n)
+    keys = _rows(k, k_base, n, k_stride, t, width, d, checked)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=precision)
+    scores = _added(scores, mask, m[:, None], n[None, :], s, t, mask_base, mask_m, mask_n, scale, has_mask, bool_mask)
+    scores = _attended(scores, m[:, None], n[None, :], t, ahead, causal, checked, True)
+    new = tl.maximum(top, tl.max(scores, 1))
+    safe = new
+    if has_mask or (checked and causal):
+        safe = tl.where(new == float("-inf"), 0.0, new)
+    probs = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    total = total * shrink + tl.sum(probs, 1)
+    if drops:
+        kept = finish(first[:, None], second[:, None], (n + key_start).to(tl.uint32)[None, :]) >= threshold
+        probs = tl.where(kept, probs, 0.0)
+    values = _rows(v, v_base, n, v_stride, t, e_width, e, checked)
+    acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision=precision)
+    return new, total, acc
 
 
 @triton.jit
-def _write(x, base, row, stride, count, d, value, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    column = tl.arange(0, width)
-    there = (row[:, None] < count) & (column[None, :] < d)
-    tl.store(x + base + row[:, None] * stride + column[None, :], value.to(x.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _forward(q, k, v, mask, seed, out, lse, qs, ks, vs, os, masks, whole, starts, h, g, s, t, d, e, scale, key,
+def _forward(q, k, v, mask, seed, out, lse, qs, ks, vs, os, masks, whole, starts, h, g, s, t, scale, key,
              threshold: tl.constexpr, drop_scale: tl.constexpr, has_mask: tl.constexpr, bool_mask: tl.constexpr,
-             causal: tl.constexpr, drops: tl.constexpr, width: tl.constexpr, e_width: tl.constexpr,
+             causal: tl.constexpr, drops: tl.constexpr, d: tl.constexpr, e: tl.constexpr, width: tl.constexpr,
+             e_width: tl.constexpr, precision: tl.constexpr,
              tile_m: tl.constexpr, tile_n: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    m = tl.program_id(0) * tile_m + tl.arange(0, tile_m)
+    tile = tl.program_id(0)
+    if causal:
+        tile = tl.num_programs(0) - 1 - tile
+    m = tile * tile_m + tl.arange(0, tile_m)
     batch, head = tl.program_id(1).to(tl.int64) // h, tl.program_id(1).to(tl.int64) % h
     group = head // (h // g)
     ahead = starts[2] - starts[3]
-    row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2] + m
-    queries = _rows(q, batch * qs[0] + head * qs[1], m, qs[2], s, d, width)
+    first, second = m, m
+    if drops:
+        row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2] + m
+        first, second = row_key(tl.load(seed), key, row.to(tl.uint64))
+    queries = _rows(q, batch * qs[0] + head * qs[1], m, qs[2], s, width, d, True)
     top = tl.full((tile_m,), float("-inf"), tl.float32)
     total = tl.zeros((tile_m,), tl.float32)
     acc = tl.zeros((tile_m, e_width), tl.float32)
-    stop = t
+    k_base, v_base = batch * ks[0] + group * ks[1], batch * vs[0] + group * vs[1]
+    mask_base = batch * masks[0] + head * masks[1]
+    stop, unchecked = t, t // tile_n * tile_n
     if causal:
-        stop = tl.minimum(t, tl.maximum((tl.program_id(0) + 1) * tile_m + ahead, 0))
-    for start in range(0, stop, tile_n):
-        n = start + tl.arange(0, tile_n)
-        keys = _rows(k, batch * ks[0] + group * ks[1], n, ks[2], t, d, width)
-        values = _rows(v, batch * vs[0] + group * vs[1], n, vs[2], t, e, e_width)
-        scores = _scores(queries, keys, mask, m, n, s, t, batch * masks[0] + head * masks[1], masks[2], masks[3],
-                         ahead, scale, has_mask, bool_mask, causal)  # fmt: skip
-        new = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        probs = tl.exp(scores - safe[:, None])
-        shrink = tl.exp(top - safe)
-        total = total * shrink + tl.sum(probs, 1)
-        if drops:
-            probs = tl.where(_kept(seed, key, row, n + starts[3], threshold), probs * drop_scale, 0.0)
-        acc = acc * shrink[:, None] + tl.dot(probs.to(values.dtype), values, input_precision="ieee")
-        top = new
+        stop = tl.minimum(t, tl.maximum((tile + 1) * tile_m + ahead, 0))
+        unchecked = tl.minimum(unchecked, tl.maximum(tile * tile_m + ahead + 1, 0) // tile_n * tile_n)
+    for start in range(0, unchecked, tile_n):
+        top, total, acc = _forward_tile(
+            start, queries, k, v, k_base, v_base, ks[2], vs[2], mask, mask_base, masks[2], masks[3], m, s, t, ahead,
+            scale, first, second, starts[3], top, total, acc, threshold, has_mask, bool_mask, causal, drops, d, e,
+            width, e_width, tile_n, precision, False,
+        )  # fmt: skip
+    for start in range(unchecked, stop, tile_n):
+        top, total, acc = _forward_tile(
+            start, queries, k, v, k_base, v_base, ks[2], vs[2], mask, mask_base, masks[2], masks[3], m, s, t, ahead,
+            scale, first, second, starts[3], top, total, acc, threshold, has_mask, bool_mask, causal, drops, d, e,
+            width, e_width, tile_n, precision, True,
+        )  # fmt: skip
     some = total > 0
-    acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
-    found = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-    _write(out, batch * os[0] + head * os[1], m, os[2], s, e, acc, e_width)
+    acc = tl.where(some[:, None], acc * (drop_scale / tl.where(some, total, 1.0))[:, None], 0.0)
+    found = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2E, float("-inf"))
+    _write(out, batch * os[0] + head * os[1], m, os[2], s, acc, e_width, e)
     tl.store(lse + (batch * h + head) * s + m, found, mask=m < s)
 
 
 @triton.jit
-def _delta(g_out, out, delta, gs, os, h, s, e, e_width: tl.constexpr, tile_m: tl.constexpr):  # type: ignore[no-untyped-def]
+def _delta(g_out, out, delta, gs, os, h, s, e: tl.constexpr, e_width: tl.constexpr, tile_m: tl.constexpr):  # type: ignore[no-untyped-def]
     m = tl.program_id(0) * tile_m + tl.arange(0, tile_m)
     batch, head = tl.program_id(1).to(tl.int64) // h, tl.program_id(1).to(tl.int64) % h
-    grad = _rows(g_out, batch * gs[0] + head * gs[1], m, gs[2], s, e, e_width).to(tl.float32)
-    made = _rows(out, batch * os[0] + head * os[1], m, os[2], s, e, e_width).to(tl.float32)
+    grad = _rows(g_out, batch * gs[0] + head * gs[1], m, gs[2], s, e_width, e, True).to(tl.float32)
+    made = _rows(out, batch * os[0] + head * os[1], m, os[2], s, e_width, e, True).to(tl.float32)
     tl.store(delta + (batch * h + head) * s + m, tl.sum(grad * made, 1), mask=m < s)
 
 
 @triton.jit
-def _tile_grad(queries, keys, values, grad, lse, delta, mask, seed, place, m, n, s, t, mask_base, mask_m, mask_n,
-               ahead, row, key_start, scale, key, threshold: tl.constexpr, drop_scale: tl.constexpr,
-               has_mask: tl.constexpr, bool_mask: tl.constexpr, causal: tl.constexpr,
+def _log_sums(lse, place, m, s):  # type: ignore[no-untyped-def]
+    """log2 of the sums of exp S; +inf, so that probabilities are zero, where there is nothing to sum."""
+    found = tl.load(lse + place + m, mask=m < s, other=float("inf"))
+    return tl.where(found == float("-inf"), float("inf"), found * LOG2E)
+
+
+@triton.jit
+def _tile_grad(scores, inner, log_sums, delta, first, second, n, threshold: tl.constexpr, drop_scale: tl.constexpr,
                drops: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """drop(P) and the gradient of S of a tile."""
-    scores = _scores(
-        queries, keys, mask, m, n, s, t, mask_base, mask_m, mask_n, ahead, scale, has_mask, bool_mask, causal
-    )
-    whole = tl.load(lse + place + m, mask=m < s, other=float("-inf"))
-    finite = whole > float("-inf")
-    probs = tl.where(finite[:, None], tl.exp(scores - tl.where(finite, whole, 0.0)[:, None]), 0.0)
-    inner = tl.dot(grad, tl.trans(values), input_precision="ieee")
+    """P, zero where dropped but not scaled, and the gradient of S, of a tile either way round; all are broadcast."""
+    probs = tl.exp2(scores - log_sums)
     dropped = probs
     if drops:
-        kept = _kept(seed, key, row, n + key_start, threshold)
-        dropped = tl.where(kept, probs * drop_scale, 0.0)
+        kept = finish(first, second, n) >= threshold
+        dropped = tl.where(kept, probs, 0.0)
         inner = tl.where(kept, inner * drop_scale, 0.0)
-    ds = probs * (inner - tl.load(delta + place + m, mask=m < s, other=0.0)[:, None])
-    return dropped, ds
+    return dropped, probs * (inner - delta)
+
+
+@triton.jit
+def _key_tile(start, keys, values, q, g_out, q_base, g_base, q_stride, g_stride, mask, mask_base, mask_m, mask_n, lse,
+              delta, place, seed, key, row, n, s, t, ahead, scale, key_start, to_keys, to_values,
+              threshold: tl.constexpr, drop_scale: tl.constexpr, has_mask: tl.constexpr, bool_mask: tl.constexpr,
+              causal: tl.constexpr, drops: tl.constexpr, d: tl.constexpr, e: tl.constexpr, width: tl.constexpr,
+              e_width: tl.constexpr, tile_m: tl.constexpr, precision: tl.constexpr,
+              checked: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Gradients of a tile of keys and values with one more tile of queries, keys down, queries across."""
+    m = start + tl.arange(0, tile_m)
+    queries = _rows(q, q_base, m, q_stride, s, width, d, True)
+    grad = _rows(g_out, g_base, m, g_stride, s, e_width, e, True)
+    first, second = m, m
+    if drops:
+        first, second = row_key(tl.load(seed), key, (row + m).to(tl.uint64))
+    scores = tl.dot(keys, tl.trans(queries), input_precision=precision)
+    scores = _added(scores, mask, m[None, :], n[:, None], s, t, mask_base, mask_m, mask_n, scale, has_mask, bool_mask)
+    scores = _attended(scores, m[None, :], n[:, None], t, ahead, causal, checked, False)
+    inner = tl.dot(values, tl.trans(grad), input_precision=precision)
+    given = tl.load(delta + place + m, mask=m < s, other=0.0)
+    dropped, ds = _tile_grad(
+        scores, inner, _log_sums(lse, place, m, s)[None, :], given[None, :], first[None, :], second[None, :],
+        (n + key_start).to(tl.uint32)[:, None], threshold, drop_scale, drops,
+    )  # fmt: skip
+    to_values = tl.dot(dropped.to(grad.dtype), grad, to_values, input_precision=precision)
+    to_keys = tl.dot(ds.to(queries.dtype), queries, to_keys, input_precision=precision)
+    return to_keys, to_values
 
 
 @triton.jit
 def _key_grads(g_out, q, k, v, mask, seed, lse, delta, dk, dv, gs, qs, ks, vs, dks, dvs, masks, whole, starts,
-               h, g, s, t, d, e, scale, key,
+               h, g, s, t, scale, key,
                threshold: tl.constexpr, drop_scale: tl.constexpr, has_mask: tl.constexpr, bool_mask: tl.constexpr,
-               causal: tl.constexpr, drops: tl.constexpr, width: tl.constexpr, e_width: tl.constexpr,
+               causal: tl.constexpr, drops: tl.constexpr, d: tl.constexpr, e: tl.constexpr, width: tl.constexpr,
+               e_width: tl.constexpr, precision: tl.constexpr,
                tile_m: tl.constexpr, tile_n: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     n = tl.program_id(0) * tile_n + tl.arange(0, tile_n)
     batch, group = tl.program_id(1).to(tl.int64) // g, tl.program_id(1).to(tl.int64) % g
     ahead = starts[2] - starts[3]
-    keys = _rows(k, batch * ks[0] + group * ks[1], n, ks[2], t, d, width)
-    values = _rows(v, batch * vs[0] + group * vs[1], n, vs[2], t, e, e_width)
+    keys = _rows(k, batch * ks[0] + group * ks[1], n, ks[2], t, width, d, True)
+    values = _rows(v, batch * vs[0] + group * vs[1], n, vs[2], t, e_width, e, True)
     to_keys = tl.zeros((tile_n, width), tl.float32)
     to_values = tl.zeros((tile_n, e_width), tl.float32)
-    first = 0
+    begin, unchecked = 0, 0
     if causal:
-        first = tl.maximum(tl.program_id(0) * tile_n - ahead, 0) // tile_m * tile_m
+        begin = tl.maximum(tl.program_id(0) * tile_n - ahead, 0) // tile_m * tile_m
+        unchecked = tl.maximum((tl.program_id(0) + 1) * tile_n - 1 - ahead, 0)
+        unchecked = tl.minimum((unchecked + tile_m - 1) // tile_m * tile_m, s)
     for member in range(0, h // g):
         head = group * (h // g) + member
-        for start in range(first, s, tile_m):
-            m = start + tl.arange(0, tile_m)
-            row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2] + m
-            queries = _rows(q, batch * qs[0] + head * qs[1], m, qs[2], s, d, width)
-            grad = _rows(g_out, batch * gs[0] + head * gs[1], m, gs[2], s, e, e_width)
-            dropped, ds = _tile_grad(
-                queries, keys, values, grad, lse, delta, mask, seed, (batch * h + head) * s, m, n, s, t,
-                batch * masks[0] + head * masks[1], masks[2], masks[3], ahead, row, starts[3], scale, key, threshold,
-                drop_scale, has_mask, bool_mask, causal, drops,
+        q_base, g_base = batch * qs[0] + head * qs[1], batch * gs[0] + head * gs[1]
+        mask_base = batch * masks[0] + head * masks[1]
+        row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2]
+        place = (batch * h + head) * s
+        for start in range(begin, unchecked, tile_m):
+            to_keys, to_values = _key_tile(
+                start, keys, values, q, g_out, q_base, g_base, qs[2], gs[2], mask, mask_base, masks[2], masks[3], lse,
+                delta, place, seed, key, row, n, s, t, ahead, scale, starts[3], to_keys, to_values, threshold,
+                drop_scale, has_mask, bool_mask, causal, drops, d, e, width, e_width, tile_m, precision, True,
             )  # fmt: skip
-            to_values += tl.dot(tl.trans(dropped).to(grad.dtype), grad, input_precision="ieee")
-            to_keys += tl.dot(tl.trans(ds * scale).to(queries.dtype), queries, input_precision="ieee")
-    _write(dk, batch * dks[0] + group * dks[1], n, dks[2], t, d, to_keys, width)
-    _write(dv, batch * dvs[0] + group * dvs[1], n, dvs[2], t, e, to_values, e_width)
+        for start in range(unchecked, s, tile_m):
+            to_keys, to_values = _key_tile(
+                start, keys, values, q, g_out, q_base, g_base, qs[2], gs[2], mask, mask_base, masks[2], masks[3], lse,
+                delta, place, seed, key, row, n, s, t, ahead, scale, starts[3], to_keys, to_values, threshold,
+                drop_scale, has_mask, bool_mask, causal, drops, d, e, width, e_width, tile_m, precision, False,
+            )  # fmt: skip
+    _write(dk, batch * dks[0] + group * dks[1], n, dks[2], t, to_keys * scale, width, d)
+    _write(dv, batch * dvs[0] + group * dvs[1], n, dvs[2], t, to_values * drop_scale, e_width, e)
+
+
+@triton.jit
+def _query_tile(start, queries, grad, log_sums, given, k, v, k_base, v_base, k_stride, v_stride, mask, mask_base,
+                mask_m, mask_n, first, second, m, s, t, ahead, scale, key_start, acc,
+                threshold: tl.constexpr, drop_scale: tl.constexpr, has_mask: tl.constexpr, bool_mask: tl.constexpr,
+                causal: tl.constexpr, drops: tl.constexpr, d: tl.constexpr, e: tl.constexpr, width: tl.constexpr,
+                e_width: tl.constexpr, tile_n: tl.constexpr, precision: tl.constexpr,
+                checked: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """The gradient of a tile of queries with one more tile of keys, or, where `width` is 0, of the scores alone."""
+    n = start + tl.arange(0, tile_n)
+    keys = _rows(k, k_base, n, k_stride, t, width, d, checked)
+    values = _rows(v, v_base, n, v_stride, t, e_width, e, checked)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=precision)
+    scores = _added(scores, mask, m[:, None], n[None, :], s, t, mask_base, mask_m, mask_n, scale, has_mask, bool_mask)
+    scores = _attended(scores, m[:, None], n[None, :], t, ahead, causal, checked, True)
+    inner = tl.dot(grad, tl.trans(values), input_precision=precision)
+    _, ds = _tile_grad(
+        scores, inner, log_sums[:, None], given[:, None], first[:, None], second[:, None],
+        (n + key_start).to(tl.uint32)[None, :], threshold, drop_scale, drops,
+    )  # fmt: skip
+    return tl.dot(ds.to(keys.dtype), keys, acc, input_precision=precision)
 
 
 @triton.jit
 def _query_grads(g_out, q, k, v, mask, seed, lse, delta, dq, gs, qs, ks, vs, dqs, masks, whole, starts,
-                 h, g, s, t, d, e, scale, key,
+                 h, g, s, t, scale, key,
                  threshold: tl.constexpr, drop_scale: tl.constexpr, has_mask: tl.constexpr, bool_mask: tl.constexpr,
-                 causal: tl.constexpr, drops: tl.constexpr, width: tl.constexpr, e_width: tl.constexpr,
+                 causal: tl.constexpr, drops: tl.constexpr, d: tl.constexpr, e: tl.constexpr, width: tl.constexpr,
+                 e_width: tl.constexpr, precision: tl.constexpr,
                  tile_m: tl.constexpr, tile_n: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    m = tl.program_id(0) * tile_m + tl.arange(0, tile_m)
+    tile = tl.program_id(0)
+    if causal:
+        tile = tl.num_programs(0) - 1 - tile
+    m = tile * tile_m + tl.arange(0, tile_m)
     batch, head = tl.program_id(1).to(tl.int64) // h, tl.program_id(1).to(tl.int64) % h
     group = head // (h // g)
     ahead = starts[2] - starts[3]
-    row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2] + m
-    queries = _rows(q, batch * qs[0] + head * qs[1], m, qs[2], s, d, width)
-    grad = _rows(g_out, batch * gs[0] + head * gs[1], m, gs[2], s, e, e_width)
+    first, second = m, m
+    if drops:
+        row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2] + m
+        first, second = row_key(tl.load(seed), key, row.to(tl.uint64))
+    queries = _rows(q, batch * qs[0] + head * qs[1], m, qs[2], s, width, d, True)
+    grad = _rows(g_out, batch * gs[0] + head * gs[1], m, gs[2], s, e_width, e, True)
+    place = (batch * h + head) * s
+    log_sums = _log_sums(lse, place, m, s)
+    given = tl.load(delta + place + m, mask=m < s, other=0.0)
     acc = tl.zeros((tile_m, width), tl.float32)
-    stop = t
+    k_base, v_base = batch * ks[0] + group * ks[1], batch * vs[0] + group * vs[1]
+    mask_base = batch * masks[0] + head * masks[1]
+    stop, unchecked = t, t // tile_n * tile_n
     if causal:
-        stop = tl.minimum(t, tl.maximum((tl.program_id(0) + 1) * tile_m + ahead, 0))
-    for start in range(0, stop, tile_n):
-        n = start + tl.arange(0, tile_n)
-        keys = _rows(k, batch * ks[0] + group * ks[1], n, ks[2], t, d, width)
-        values = _rows(v, batch * vs[0] + group * vs[1], n, vs[2], t, e, e_width)
-        _, ds = _tile_grad(
-            queries, keys, values, grad, lse, delta, mask, seed, (batch * h + head) * s, m, n, s, t,
-            batch * masks[0] + head * masks[1], masks[2], masks[3], ahead, row, starts[3], scale, key, threshold,
-            drop_scale, has_mask, bool_mask, causal, drops,
+        stop = tl.minimum(t, tl.maximum((tile + 1) * tile_m + ahead, 0))
+        unchecked = tl.minimum(unchecked, tl.maximum(tile * tile_m + ahead + 1, 0) // tile_n * tile_n)
+    for start in range(0, unchecked, tile_n):
+        acc = _query_tile(
+            start, queries, grad, log_sums, given, k, v, k_base, v_base, ks[2], vs[2], mask, mask_base, masks[2],
+            masks[3], first, second, m, s, t, ahead, scale, starts[3], acc, threshold, drop_scale, has_mask, bool_mask,
+            causal, drops, d, e, width, e_width, tile_n, precision, False,
         )  # fmt: skip
-        acc += tl.dot((ds * scale).to(keys.dtype), keys, input_precision="ieee")
-    _write(dq, batch * dqs[0] + head * dqs[1], m, dqs[2], s, d, acc, width)
+    for start in range(unchecked, stop, tile_n):
+        acc = _query_tile(
+            start, queries, grad, log_sums, given, k, v, k_base, v_base, ks[2], vs[2], mask, mask_base, masks[2],
+            masks[3], first, second, m, s, t, ahead, scale, starts[3], acc, threshold, drop_scale, has_mask, bool_mask,
+            causal, drops, d, e, width, e_width, tile_n, precision, True,
+        )  # fmt: skip
+    _write(dq, batch * dqs[0] + head * dqs[1], m, dqs[2], s, acc * scale, width, d)
 
 
 @triton.jit
 def _mask_grad(g_out, q, k, v, mask, seed, lse, delta, dmask, gs, qs, ks, vs, dms, shared, masks, whole, starts,
-               h, g, s, t, d, e, scale, key,
+               h, g, s, t, scale, key,
                threshold: tl.constexpr, drop_scale: tl.constexpr, has_mask: tl.constexpr, bool_mask: tl.constexpr,
-               causal: tl.constexpr, drops: tl.constexpr, width: tl.constexpr, e_width: tl.constexpr,
+               causal: tl.constexpr, drops: tl.constexpr, d: tl.constexpr, e: tl.constexpr, width: tl.constexpr,
+               e_width: tl.constexpr, precision: tl.constexpr,
                tile_m: tl.constexpr, tile_n: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     """A tile of the mask's gradient: dS summed over the batch rows and heads (`shared`) that a row and a head of the
     mask stand for."""
@@ -217,20 +334,103 @@ def _mask_grad(g_out, q, k, v, mask, seed, lse, delta, dmask, gs, qs, ks, vs, dm
         batch = own_batch + member // shared[1]
         head = own_head + member % shared[1]
         group = head // (h // g)
-        row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2] + m
-        queries = _rows(q, batch * qs[0] + head * qs[1], m, qs[2], s, d, width)
-        grad = _rows(g_out, batch * gs[0] + head * gs[1], m, gs[2], s, e, e_width)
-        keys = _rows(k, batch * ks[0] + group * ks[1], n, ks[2], t, d, width)
-        values = _rows(v, batch * vs[0] + group * vs[1], n, vs[2], t, e, e_width)
+        first, second = m, m
+        if drops:
+            row = ((batch + starts[0]) * whole[1] + head + starts[1]) * whole[2] + starts[2] + m
+            first, second = row_key(tl.load(seed), key, row.to(tl.uint64))
+        queries = _rows(q, batch * qs[0] + head * qs[1], m, qs[2], s, width, d, True)
+        grad = _rows(g_out, batch * gs[0] + head * gs[1], m, gs[2], s, e_width, e, True)
+        keys = _rows(k, batch * ks[0] + group * ks[1], n, ks[2], t, width, d, True)
+        values = _rows(v, batch * vs[0] + group * vs[1], n, vs[2], t, e_width, e, True)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=precision)
+        scores = _added(scores, mask, m[:, None], n[None, :], s, t, batch * masks[0] + head * masks[1], masks[2],
+                        masks[3], scale, has_mask, bool_mask)  # fmt: skip
+        scores = _attended(scores, m[:, None], n[None, :], t, ahead, causal, True, False)
+        inner = tl.dot(grad, tl.trans(values), input_precision=precision)
+        place = (batch * h + head) * s
+        given = tl.load(delta + place + m, mask=m < s, other=0.0)
         _, ds = _tile_grad(
-            queries, keys, values, grad, lse, delta, mask, seed, (batch * h + head) * s, m, n, s, t,
-            batch * masks[0] + head * masks[1], masks[2], masks[3], ahead, row, starts[3], scale, key, threshold,
-            drop_scale, has_mask, bool_mask, causal, drops,
+            scores, inner, _log_sums(lse, place, m, s)[:, None], given[:, None], first[:, None], second[:, None],
+            (n + starts[3]).to(tl.uint32)[None, :], threshold, drop_scale, drops,
         )  # fmt: skip
         total += ds
     there = (m[:, None] < s) & (n[None, :] < t)
-    place = dmask + own_batch * dms[0] + own_head * dms[1] + m[:, None] * dms[2] + n[None, :] * dms[3]
+    place = dmask + own_batch * dms[0] + own_head * dms[1] + m.to(tl.int64)[:, None] * dms[2] + n[None, :] * dms[3]
     tl.store(place, total.to(dmask.dtype.element_ty), mask=there)
+
+
+class Tiles(NamedTuple):
+    """Sizes of a kernel's tiles, and how it is compiled.
+
+    Attributes:
+        m, n: queries and keys of a tile.
+        warps: of a program.
+        stages: tiles of its loop in flight at once.
+    """
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def shared_bytes(kernel: str, tiles: Tiles, widths: tuple[int, int], element_bytes: int, mask_bytes: int) -> int:
+    """An upper bound of the shared memory that Triton gives a kernel.
+
+    Its own rows, the rows of every stage of its loop, the mask's tile likewise, one tile of scores and what it holds of
+    every row.
+
+    Args:
+        kernel: "forward", "key_grads", "query_grads" or "mask_grad".
+        tiles: its tiles.
+        widths: of a row of queries or keys, and of values, padded.
+        element_bytes, mask_bytes: of an element of them, and of the mask; 0 where there is none.
+    """
+    row = sum(widths) * element_bytes
+    own, loop = {
+        "forward": (tiles.m * widths[0] * element_bytes, tiles.n * row),
+        "key_grads": (tiles.n * row, tiles.m * row),
+        "query_grads": (tiles.m * row, tiles.n * row),
+        "mask_grad": (0, (tiles.m + tiles.n) * row),
+    }[kernel]
+    scores = (tiles.m + 8) * (tiles.n + 8) * 4
+    return own + tiles.stages * (loop + tiles.m * tiles.n * mask_bytes + 8 * tiles.m) + scores + 2048
+
+
+
+LOOPS = (
+    {
+        "forward": ((128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
+        "key_grads": ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
+        "query_grads": ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
+        "mask_grad": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
+    }
+)
+"""Tiles by kernel, those to be preferred first: queries, keys, warps, stages."""
+HOPPER_BYTES = 232448
+DELTA_ROWS = 32
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on a device; Hopper's where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return HOPPER_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def choose_tiles(kernel: str, limit: int, widths: tuple[int, int], element_bytes: int, mask_bytes: int) -> Tiles:
+    """The first tiles of a kernel that fit a device's shared memory; the last where none do."""
+    found = [Tiles(*each) for each in LOOPS[kernel]]
+    if element_bytes == 4:
+        found = found[2:]
+    fits = [each for each in found if shared_bytes(kernel, each, widths, element_bytes, mask_bytes) <= limit]
+    return fits[0] if fits else found[-1]
+
+
+def _precision(q: Tensor) -> str:
+    """Of products in float32: of three in TF32 where a device has them."""
+    has = q.device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(q.device)[0] >= 8
+    return "tf32x3" if q.dtype == torch.float32 and has else "ieee"
 
 
 class _Given(NamedTuple):
@@ -241,12 +441,17 @@ class _Given(NamedTuple):
     starts: tuple[int, ...]
     numbers: tuple[float, ...]
     fixed: tuple[object, ...]
+    limit: int
+    sizes: tuple[tuple[int, int], int, int]
+
+    def tiles(self, kernel: str) -> Tiles:
+        """A kernel's."""
+        return choose_tiles(kernel, self.limit, *self.sizes)
 
 
 def _given(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall) -> _Given:
     (_, h, s, d), (g, t, e) = q.shape, v.shape[1:]
     widths = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(e))
-    tiles = (64, 32) if max(widths) > 128 or q.dtype == torch.float32 else (128, 64)
     threshold = min(max(round(call.p * 2**32) - 2**31, -(2**31)), 2**31 - 1)
     drop_scale = 1.0 / (1.0 - call.p) if call.p < 1 else 0.0
     masks = (0, 0, 0, 0)
@@ -259,16 +464,29 @@ def _given(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention
         mask is not None and mask.dtype == torch.bool,
         call.causal,
         call.p > 0,
+        d,
+        e,
         *widths,
-        *tiles,
+        _precision(q),
     )
-    numbers = (h, g, s, t, d, e, call.scale, slot_key(call.slot))
-    return _Given(masks, tuple(call.global_shape), tuple(call.starts), numbers, fixed)
+    numbers = (h, g, s, t, call.scale, slot_key(call.slot))
+    sizes = widths, q.element_size(), 0 if mask is None else mask.element_size()
+    return _Given(masks, tuple(call.global_shape), tuple(call.starts), numbers, fixed, shared_limit(q.device), sizes)
 
 
-def _cdiv(count: int, by: object) -> int:
-    assert isinstance(by, int)
+def _cdiv(count: int, by: int) -> int:
     return -(-count // by)
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[object, ...],
+    tiles: Tiles,
+    read: tuple[Tensor, ...],
+    written: tuple[Tensor, ...],
+) -> None:
+    launch(kernel, grid, (*args, tiles.m, tiles.n), read, written, tiles.warps, tiles.stages)
 
 
 def _columns(mask: Tensor | None, t: int, start: int) -> Tensor | None:
@@ -303,8 +521,9 @@ def attention(
     given = _given(q, k, v, mask, call)
     strides = (x.stride()[:3] for x in (q, k, v, out))
     tensors = q, k, v, _bytes(mask, q), lse if seed is None else seed
+    tiles = given.tiles("forward")
     args = *tensors, out, lse, *strides, given.masks, given.whole, given.starts, *given.numbers, *given.fixed
-    launch(_forward, (_cdiv(s, given.fixed[-2]), b * h), args, tensors, (out, lse))
+    _launch(_forward, (_cdiv(s, tiles.m), b * h), args, tiles, tensors, (out, lse))
     return out, lse
 
 
@@ -329,19 +548,18 @@ def attention_grad(
     dq, dk, dv = _heads_last(b, h, s, d, q), _heads_last(b, g, t, d, q), _heads_last(b, g, t, e, q)
     delta = torch.empty_like(lse)
     given = _given(q, k, v, mask, call)
-    e_width, tile_m, tile_n = given.fixed[-3:]
-    over_queries = (_cdiv(s, tile_m), b * h)
-    args = g_out, out, delta, g_out.stride()[:3], out.stride()[:3], h, s, e, e_width, tile_m
-    launch(_delta, over_queries, args, (g_out, out), (delta,))
+    args = g_out, out, delta, g_out.stride()[:3], out.stride()[:3], h, s, e, given.sizes[0][1], DELTA_ROWS
+    launch(_delta, (_cdiv(s, DELTA_ROWS), b * h), args, (g_out, out), (delta,))
     tensors = g_out, q, k, v, _bytes(mask, q), lse if seed is None else seed, lse, delta
     strides = tuple(x.stride()[:3] for x in (g_out, q, k, v))
     rest = given.masks, given.whole, given.starts, *given.numbers, *given.fixed
-    args = *tensors, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3], *rest
-    launch(_key_grads, (_cdiv(t, tile_n), b * g), args, tensors, (dk, dv))
-    launch(_query_grads, over_queries, (*tensors, dq, *strides, dq.stride()[:3], *rest), tensors, (dq,))
+    args, tiles = (*tensors, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3], *rest), given.tiles("key_grads")
+    _launch(_key_grads, (_cdiv(t, tiles.n), b * g), args, tiles, tensors, (dk, dv))
+    args, tiles = (*tensors, dq, *strides, dq.stride()[:3], *rest), given.tiles("query_grads")
+    _launch(_query_grads, (_cdiv(s, tiles.m), b * h), args, tiles, tensors, (dq,))
     if dmask is not None:
-        here = dmask.narrow(-1, call.starts[3] if dmask.shape[-1] > t else 0, t)
+        here, tiles = dmask.narrow(-1, call.starts[3] if dmask.shape[-1] > t else 0, t), given.tiles("mask_grad")
         shared = (b // dmask.shape[0], h // dmask.shape[1])
-        grid = (_cdiv(s, tile_m) * _cdiv(t, tile_n), dmask.shape[0] * dmask.shape[1])
-        launch(_mask_grad, grid, (*tensors, here, *strides, here.stride(), shared, *rest), tensors, (here,))
+        grid = (_cdiv(s, tiles.m) * _cdiv(t, tiles.n), dmask.shape[0] * dmask.shape[1])
+        _launch(_mask_grad, grid, (*tensors, here, *strides, here.stride(), shared, *rest), tiles, tensors, (here,))
     return dq, dk, dv, dmask
