@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import ClassVar
 
 from paraplan.ir.errors import ClusterError
 from paraplan.ir.machine.reserves import Reserve
@@ -58,8 +57,6 @@ class Device(Value, frozen=True, kw_only=True):
         source: the document or measurement the rates come from.
         sources: per dtype, and for memory_bytes and memory_bytes_per_s, what that source calls it.
     """
-
-    left_out: ClassVar[tuple[str, ...]] = ("capability", "issue_s")
 
     kind: str
     memory_bytes: int
@@ -125,7 +122,15 @@ def check_device(cluster: str, device: Device, at: str) -> None:
 
 
 def check_link(cluster: str, link: Link | None, at: str) -> None:
-    """Likewise a link; raises where a rate is not positive, or a share more than all."""
+    """Refuse a link that no machine has.
+
+    Args:
+        cluster: the name of the cluster it is in.
+        link: to look at; None for one that is not there.
+        at: where in the cluster it is.
+    Raises:
+        ClusterError: a rate that is not positive, or a share that is more than all.
+    """
     if link is not None:
         check_positive(cluster, link.bytes_per_s, f"{at}.bytes_per_s")
         check_not_negative(cluster, link.latency_s, f"{at}.latency_s")
