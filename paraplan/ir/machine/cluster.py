@@ -54,8 +54,8 @@ class Device(Value, frozen=True, kw_only=True):
         capability: compute capability, the larger number, by which kernels are chosen; 0: not known.
         multiprocessors: among which the tiles of a product are dealt out; 0: not known, or a CPU.
         launch_s: time to start one kernel.
-        issue_s: time the host takes to issue one kernel, Python and torch's dispatch included; kernels shorter than that
-            wait for it. 0.0: not known, and left out; `paraplan.detect` measures it.
+        issue_s: time the host takes to issue one kernel, Python and torch's dispatch included; shorter kernels wait for
+            it. 0.0: not known, and left out; `paraplan.detect` measures it.
         backend: torch device type the plan runs on, "cuda" or "cpu".
         source: the document or measurement the rates come from.
         sources: per dtype, and for memory_bytes and memory_bytes_per_s, what that source calls it.
