@@ -23,7 +23,8 @@ from benchmarks.table import Row, main
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import NoPlanError
-from paraplan.ir.machine.cluster import ClusterSpec, Link, NodeGroup, check_cluster
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
+from paraplan.ir.machine.device import Link
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.planner.assemble import Job

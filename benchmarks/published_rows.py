@@ -36,7 +36,8 @@ from typing import Any
 import msgspec
 
 from paraplan.api import as_cluster
-from paraplan.ir.machine.cluster import ClusterSpec, Link
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Link
 
 Row = dict[str, Any]
 Pins = dict[str, Any]

@@ -36,7 +36,8 @@ from benchmarks.table import Row, main
 from paraplan.capture import capture
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
-from paraplan.ir.machine.cluster import ClusterSpec, Link
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Link
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.struct import to_json

@@ -16,7 +16,8 @@ from examples.models.vgg import VGG
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import plan_costs
-from paraplan.ir.machine.cluster import ClusterSpec, Device
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Device
 from paraplan.ir.plan import OPTIMIZERS, ModelRef
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job

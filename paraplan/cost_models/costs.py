@@ -30,7 +30,8 @@ from paraplan.cost_models.profiles.curves import Curve
 from paraplan.cost_models.profiles.measured import MEASURED, MODELLED, MeasuredTimes, times_of
 from paraplan.ir.execution.rank_program import GROW, PUT, ROOM, SUM, SUMMED, Block, Instr, InstrKind, LocalValue
 from paraplan.ir.execution.streams import COMPUTE, IN, OUT, Stream, copy_stream
-from paraplan.ir.machine.cluster import ClusterSpec, Device
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Device
 from paraplan.ir.machine.kernel_choice import OpCall
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.graph import Arg, refs

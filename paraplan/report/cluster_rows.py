@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.machine.device_catalog import CATALOG
-from paraplan.ir.machine.cluster import ClusterSpec, Link, NodeGroup
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
+from paraplan.ir.machine.device import Link
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.struct import Value
 from paraplan.report.units import show_bytes, show_seconds

@@ -18,7 +18,8 @@ from paraplan.ir.execution.rank_program import (
     Step,
     StepKind,
 )
-from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
+from paraplan.ir.machine.device import Device, Link
 from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.graph import refs

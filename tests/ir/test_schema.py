@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
+from paraplan.ir.machine.device import Device, Link
 from paraplan.ir.plan import Plan, Split
 from paraplan.ir.schema import field_docs, json_schema, unit_of
 from paraplan.ir.struct import Value, from_json, to_json

@@ -14,7 +14,8 @@ from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.cost_models.simulator.timeline import Span
 from paraplan.ir.execution import streams
-from paraplan.ir.machine.cluster import ClusterSpec, Link
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Link
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.ir.profile import Profile
 from paraplan.lowering import lower

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.rank_program import LocalValue
-from paraplan.ir.machine.cluster import ClusterSpec, Link
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -36,6 +36,7 @@ from paraplan.ir.machine.collectives import (
     REDUCE_SCATTER,
     ROUTE,
 )
+from paraplan.ir.machine.device import Link
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.graph import Arg
 from paraplan.ir.model.tensor import TensorSpec

@@ -12,8 +12,9 @@ import msgspec
 
 from paraplan.cost_models.machine.device_catalog import ALIASES, CATALOG, CatalogEntry
 from paraplan.ir.errors import ClusterError
-from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster, did_you_mean
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
 from paraplan.ir.machine.cluster_file import read_cluster
+from paraplan.ir.machine.device import Device, Link, did_you_mean
 from paraplan.ir.process.cores import num_cores
 
 _FORMS = (

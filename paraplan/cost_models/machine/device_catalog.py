@@ -13,7 +13,8 @@ import msgspec
 
 from paraplan.cost_models.machine import link_catalog
 from paraplan.cost_models.machine.multiprocessors import capability, channels, multiprocessors
-from paraplan.ir.machine.cluster import ClusterSpec, Device, Link
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Device, Link
 from paraplan.ir.machine.reserves import cuda_reserves
 from paraplan.ir.struct import Value
 

@@ -7,7 +7,7 @@ collective pays. A host copy or a disk read pays its submission: order of magnit
 
 from __future__ import annotations
 
-from paraplan.ir.machine.cluster import Link
+from paraplan.ir.machine.device import Link
 
 NVLINK_S, PCIE_S, NETWORK_S = 1.9e-6, 2.5e-6, 4.0e-6
 HOST_S, DISK_S, TCP_S = 1e-5, 1e-4, 3e-5

@@ -15,7 +15,7 @@ from statistics import median
 from paraplan.cost_models.communication.collectives import AxisLink, collective_time_s
 from paraplan.cost_models.constants import efficiency_of
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.machine.cluster import Link
+from paraplan.ir.machine.device import Link
 from paraplan.ir.profile import CollectiveTime
 
 _STEPS, _ROUNDS = 12, 6

@@ -26,7 +26,7 @@ from paraplan.cost_models.ops.product_shapes import (
 from paraplan.cost_models.ops.tiles import filled
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.rank_program import SUM
-from paraplan.ir.machine.cluster import Device
+from paraplan.ir.machine.device import Device
 from paraplan.ir.model.graph import Arg
 from paraplan.ir.model.tensor import DTYPE_BYTES, FLOATS
 from paraplan.ir.profile import Spec

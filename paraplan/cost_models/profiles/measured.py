@@ -23,7 +23,7 @@ import msgspec
 from paraplan.cost_models.ops.roofline import OpWork, op_time_s, rate_of, work_of
 from paraplan.cost_models.profiles.curves import Curve, fit_curve
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.machine.cluster import Device
+from paraplan.ir.machine.device import Device
 from paraplan.ir.machine.kernel_choice import has_choice
 from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.profile import UPDATE, VIEW, CollectiveTime, OpTime, Profile

@@ -2,80 +2,17 @@
 
 A cluster is groups of equal nodes; groups may differ in device, memory and links. Three levels join devices: within
 a node, between nodes of a group, and between groups (one level for streams, "between_nodes", since all of it goes
-through the same port). Every rate is a peak from a data sheet or a measurement, with its source; what share of it an
-op reaches is the cost model's business.
+through the same port).
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-from typing import ClassVar
-
 from paraplan.ir.errors import ClusterError
+from paraplan.ir.machine.device import USUAL_CAPABILITY, Device, Link, check_device, check_link
 from paraplan.ir.machine.reserves import Reserve, cpu_reserves
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.model.tensor import DTYPE_BYTES
-from paraplan.ir.quantities import WAY_OUT, check_not_negative, check_positive
+from paraplan.ir.quantities import check_not_negative, check_positive
 from paraplan.ir.struct import Value
-
-USUAL_CAPABILITY = 8
-"""Ampere's: the least that torch's flash attention runs on."""
-
-
-class Link(Value, frozen=True, kw_only=True):
-    """A way bytes travel.
-
-    Attributes:
-        bytes_per_s: peak bandwidth per device and direction.
-        latency_s: latency of one message.
-        device_share: of a device's compute, what a collective takes meanwhile (a CPU's threads, NCCL's channels).
-        source: which link this is, and where its numbers come from.
-    """
-
-    bytes_per_s: float
-    latency_s: float
-    device_share: float = 0.0
-    source: str = ""
-
-
-class Device(Value, frozen=True, kw_only=True):
-    """One accelerator (or CPU process).
-
-    Attributes:
-        kind: catalog name, e.g. "H100" or "cpu".
-        memory_bytes: what a process may use in all.
-        reserves: what of it the planner leaves to others than a plan's tensors, unless it is told how much.
-        memory_bytes_per_s: bandwidth of the device's memory.
-        flops_per_s: peak dense rate of matrix work per dtype (torch's names, and "tf32"); a float dtype not named
-            here is not supported.
-        power_share: the board's power limit over the power that matrix products would take at the clock the data
-            sheet's rates are quoted at; they run at the limit, and slow down with its root.
-        capability: compute capability, the larger number, by which kernels are chosen; 0: not known.
-        multiprocessors: among which the tiles of a product are dealt out; 0: not known, or a CPU.
-        launch_s: time to start one kernel.
-        issue_s: time the host takes to issue one kernel, Python and torch's dispatch included; shorter kernels wait for
-            it. 0.0: not known, and left out; `paraplan.detect` measures it.
-        backend: torch device type the plan runs on, "cuda" or "cpu".
-        source: the document or measurement the rates come from.
-        sources: per dtype, and for memory_bytes and memory_bytes_per_s, what that source calls it.
-    """
-
-    left_out: ClassVar[tuple[str, ...]] = ("capability",)
-
-    kind: str
-    memory_bytes: int
-    memory_bytes_per_s: float
-    flops_per_s: dict[str, float]
-    power_share: float = 1.0
-    capability: int = 0
-    multiprocessors: int = 0
-    launch_s: float = 3e-6
-    issue_s: float = 0.0
-    backend: str = "cuda"
-    source: str = ""
-    sources: dict[str, str] = {}
-    reserves: tuple[Reserve, ...] = ()
 
 
 class NodeGroup(Value, frozen=True, kw_only=True):
@@ -319,9 +256,6 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
         return check_cluster(cls(name=f"local:{num_devices}", groups=(group,)))
 
 
-BACKENDS = ("cuda", "cpu")
-
-
 def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
     """The cluster itself, when it describes a machine.
 
@@ -336,13 +270,13 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
         at = f"groups[{index}]"
         check_positive(cluster.name, group.nodes, f"{at}.nodes")
         check_positive(cluster.name, group.devices_per_node, f"{at}.devices_per_node")
-        _check_device(cluster, group.device, f"{at}.device")
+        check_device(cluster.name, group.device, f"{at}.device")
         for kind in TIERS.values():
             for field in filter(None, (kind.room, kind.rate)):
                 check_not_negative(cluster.name, getattr(group, field), f"{at}.{field}")
         for name in ("in_node", "between_nodes", *TIERS):
-            _check_link(cluster, getattr(group, name), f"{at}.{name}")
-    _check_link(cluster, cluster.between_nodes, "between_nodes")
+            check_link(cluster.name, getattr(group, name), f"{at}.{name}")
+    check_link(cluster.name, cluster.between_nodes, "between_nodes")
     if cluster.num_devices > MOST_DEVICES:
         raise ClusterError(f"cluster {cluster.name!r}: {cluster.num_devices} devices; there may be {MOST_DEVICES}")
     backends = sorted({group.device.backend for group in cluster.groups})
@@ -363,58 +297,3 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
 
 MOST_DEVICES = 1 << 20
 """Devices of the largest cluster: sums over ranks stay exact and lists of ranks small."""
-
-
-def _check_device(cluster: ClusterSpec, device: Device, at: str) -> None:
-    check_positive(cluster.name, device.memory_bytes, f"{at}.memory_bytes")
-    check_positive(cluster.name, device.memory_bytes_per_s, f"{at}.memory_bytes_per_s")
-    check_not_negative(cluster.name, device.launch_s, f"{at}.launch_s")
-    check_not_negative(cluster.name, device.issue_s, f"{at}.issue_s")
-    for index, each in enumerate(device.reserves):
-        check_not_negative(cluster.name, each.nbytes, f"{at}.reserves[{index}].nbytes")
-    if device.multiprocessors < 0:
-        raise ClusterError(
-            f"cluster {cluster.name!r}: {at}.multiprocessors is {device.multiprocessors}; give how many there are, or 0"
-        )
-    if device.capability < 0:
-        raise ClusterError(
-            f"cluster {cluster.name!r}: {at}.capability is {device.capability}; give the larger number of the device's "
-            "compute capability, or 0"
-        )
-    if not 0 < device.power_share <= 1:
-        raise ClusterError(
-            f"cluster {cluster.name!r}: {at}.power_share is {device.power_share}; a share of the rated power is "
-            "more than 0 and at most 1"
-        )
-    if not device.flops_per_s:
-        raise ClusterError(
-            f"cluster {cluster.name!r}: {at}.flops_per_s names no dtype; give at least one rate, e.g. float32: 19.5e12"
-        )
-    for dtype, rate in device.flops_per_s.items():
-        if dtype not in DTYPE_BYTES and dtype != "tf32":
-            known = (*DTYPE_BYTES, "tf32")
-            raise ClusterError(
-                f"cluster {cluster.name!r}: {at}.flops_per_s names dtype {dtype!r}{did_you_mean(dtype, known)}; "
-                f"it knows {', '.join(known)}"
-            )
-        check_positive(cluster.name, rate, f"{at}.flops_per_s.{dtype}")
-    if device.backend not in BACKENDS:
-        raise ClusterError(
-            f"cluster {cluster.name!r}: {at}.backend is {device.backend!r}; it is one of {', '.join(BACKENDS)}"
-        )
-
-
-def _check_link(cluster: ClusterSpec, link: Link | None, at: str) -> None:
-    if link is not None:
-        check_positive(cluster.name, link.bytes_per_s, f"{at}.bytes_per_s")
-        check_not_negative(cluster.name, link.latency_s, f"{at}.latency_s")
-        if not 0 <= link.device_share <= 1:
-            share = f"{at}.device_share is {link.device_share}; a share of a device is at least 0 and at most 1"
-            raise ClusterError(f"cluster {cluster.name!r}: {share}; {WAY_OUT}")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`", did you mean X or Y?"`, or nothing where no name is near."""
-    by_lower = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    return f" (did you mean {' or '.join(by_lower[one] for one in near)}?)" if near else ""

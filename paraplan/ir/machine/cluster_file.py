@@ -10,7 +10,8 @@ import msgspec
 import yaml
 
 from paraplan.ir.errors import ClusterError
-from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster, did_you_mean
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
+from paraplan.ir.machine.device import Device, Link, did_you_mean
 from paraplan.ir.machine.reserves import Reserve
 from paraplan.ir.quantities import WAY_OUT
 from paraplan.ir.struct import read_bytes

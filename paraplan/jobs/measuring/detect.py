@@ -21,7 +21,8 @@ import torch
 from paraplan.cost_models.machine.device_catalog import CATALOG, CatalogEntry
 from paraplan.cost_models.machine.link_catalog import NETWORK_S, pcie_host
 from paraplan.ir.errors import ClusterError, ConstraintError
-from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup, check_cluster
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
+from paraplan.ir.machine.device import Device, Link
 from paraplan.ir.machine.reserves import cpu_reserves, cuda_reserves
 from paraplan.ir.process.cores import num_cores
 from paraplan.jobs.measuring.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s

@@ -17,7 +17,8 @@ import torch
 from paraplan.cost_models.machine.link_fit import LinkFit, fit_link
 from paraplan.cost_models.profiles.profile_file import ProfileWriter
 from paraplan.ir.errors import ConstraintError, RuntimeFailure
-from paraplan.ir.machine.cluster import ClusterSpec, Link, check_cluster
+from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
+from paraplan.ir.machine.device import Link
 from paraplan.jobs.measuring.detect import detect
 from paraplan.jobs.measuring.link_rank import LinkTimes
 from paraplan.jobs.measuring.profile_ops import this_machine

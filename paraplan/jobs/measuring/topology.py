@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paraplan.cost_models.machine.link_catalog import NVLINK_BYTES_PER_S, NVLINKS, nvlink, pcie_peer
-from paraplan.ir.machine.cluster import Link
+from paraplan.ir.machine.device import Link
 
 Matrix = dict[tuple[int, int], str]
 """(GPU, GPU) -> how they are joined: NV4, PIX, PXB, PHB, NODE, SYS."""

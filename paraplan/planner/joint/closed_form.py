@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from paraplan.cost_models.communication.collectives import p2p_s
-from paraplan.ir.machine.cluster import ClusterSpec, Link
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Link
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.stage_totals import Totals

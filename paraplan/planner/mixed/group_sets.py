@@ -11,7 +11,8 @@ import itertools
 
 import msgspec
 
-from paraplan.ir.machine.cluster import ClusterSpec, Device, Link
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Device, Link
 
 FEW = 3
 """Groups of which every set is looked at."""

@@ -14,7 +14,8 @@ import msgspec
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.simulate import Simulation
 from paraplan.ir.execution.rank_program import RankProgram
-from paraplan.ir.machine.cluster import ClusterSpec, Device, Link, NodeGroup
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
+from paraplan.ir.machine.device import Device, Link
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.plan import Plan
 from paraplan.ir.profile import CollectiveTime, OpTime, Profile

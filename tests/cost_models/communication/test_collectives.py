@@ -26,8 +26,9 @@ from paraplan.cost_models.constants import GPU
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.machine.cluster import ClusterSpec, Link
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.collectives import COLLECTIVES
+from paraplan.ir.machine.device import Link
 from paraplan.ir.machine.mesh import Mesh, make_mesh
 
 FLAT = AxisLink(size=8, latency_s=1e-6, bytes_per_s=1e9)

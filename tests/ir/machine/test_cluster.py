@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import ClusterError
-from paraplan.ir.machine.cluster import ClusterSpec, Link, check_cluster
+from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
 from paraplan.ir.machine.cluster_file import cluster_yaml, read_cluster
+from paraplan.ir.machine.device import Link
 from paraplan.ir.struct import to_json
 
 

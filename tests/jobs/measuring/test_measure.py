@@ -76,7 +76,7 @@ def test_each_kernel_of_a_device_is_measured(program: Program, tmp_path: Path, m
         given = (op.inputs, op.outputs, op.detail)
         return OpTime(target=op.target, flag=op.flag, inputs=given[0], outputs=given[1], detail=given[2], seconds=1.0)
 
-    monkeypatch.setattr(profile_ops, "_kind", lambda device: ("cuda", 9))
+    monkeypatch.setattr(profile_ops, "kind_of", lambda device: ("cuda", 9))
     monkeypatch.setattr(profile_ops, "measure_op", measure)
     small = build("gpt2", 0.0)
     plain = capture(small.model, small.batch)

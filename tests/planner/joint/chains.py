@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.capture import capture
-from paraplan.ir.machine.cluster import ClusterSpec, Link, NodeGroup, check_cluster
+from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
+from paraplan.ir.machine.device import Link
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
 from paraplan.planner.assemble import Job

@@ -18,8 +18,21 @@ ROWS, COLUMNS = 16, 128
 
 
 @triton.jit
-def _clear(lse, bias, out, bias_b, bias_h, bias_m, bias_n, h, s, t, padded,
-           causal: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _clear(  # type: ignore[no-untyped-def]
+    lse,
+    bias,
+    out,
+    bias_b,
+    bias_h,
+    bias_m,
+    h,
+    s,
+    t,
+    padded,
+    causal: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+):
     m = tl.program_id(0) * rows + tl.arange(0, rows)
     pair = tl.program_id(1).to(tl.int64)
     base = pair // h * bias_b + pair % h * bias_h
@@ -32,7 +45,7 @@ def _clear(lse, bias, out, bias_b, bias_h, bias_m, bias_n, h, s, t, padded,
         there = empty[:, None] & (n[None, :] < t)
         if causal:
             there = there & (n[None, :] <= m[:, None])
-        at = bias + base + m.to(tl.int64)[:, None] * bias_m + n[None, :] * bias_n
+        at = bias + base + m.to(tl.int64)[:, None] * bias_m + n[None, :]
         score = tl.load(at, mask=there, other=float("-inf")).to(tl.float32) * 1.4426950408889634
         empty = empty & (tl.max(score, 1) == float("-inf"))
         left = tl.sum(empty.to(tl.int32), 0)
@@ -45,11 +58,11 @@ def clear_empty_rows(lse: Tensor, bias: Tensor, causal: bool) -> Tensor:
 
     Args:
         lse: [b, h, at least s], contiguous, as torch's kernel gives it.
-        bias: [b, h, s, t], as it was added to the scores.
+        bias: [b, h, s, t], as it was added to the scores; rows without gaps.
         causal: whether query i attended to keys 0..i alone.
     """
     b, h, s, t = bias.shape
     out = lse if lse.shape[2] == s else lse.new_empty((b, h, s))
-    args = lse, bias, out, *bias.stride(), h, s, t, lse.shape[2], causal, ROWS, COLUMNS
+    args = lse, bias, out, *bias.stride()[:3], h, s, t, lse.shape[2], causal, ROWS, COLUMNS
     launch(_clear, (triton.cdiv(s, ROWS), b * h), args, (lse, bias), (out,))
     return out
