@@ -99,13 +99,14 @@ def limited(place: Place, share: float) -> Row:
     model = model.to(place.device)
     given = {name: x.to(place.device) for name, x in batch.items()}
     whole = pp.fit(model, given, memory=1 << 40).plan.prediction.peak_bytes[0]
-    fitted = pp.fit(model, given, memory=int(share * whole))
+    budget = int(share * whole)
+    fitted = pp.fit(model, given, memory=budget)
     with place.alone():
-        return _edge(place, fitted, given, wanted)
+        return _edge(place, fitted, budget, given, wanted)
 
 
-def _edge(place: Place, fitted: Any, given: Mapping[str, Tensor], wanted: list[float]) -> Row:
-    """Steps of a fitted model, the device its own."""
+def _edge(place: Place, fitted: Any, budget: int, given: Mapping[str, Tensor], wanted: list[float]) -> Row:
+    """Steps of a fitted model, the device its own; what its allocator rounds up is allowed beyond the budget."""
     optimizer, losses = torch.optim.AdamW(fitted.parameters(), lr=RATE), []
 
     def step() -> None:
@@ -119,7 +120,8 @@ def _edge(place: Place, fitted: Any, given: Mapping[str, Tensor], wanted: list[f
     if place.is_cuda:
         place.forget()
         total = torch.cuda.get_device_properties(0).total_memory
-        allowed = fitted.plan.prediction.reserved_bytes[0] + WORKSPACES
+        rounded = fitted.plan.prediction.reserved_bytes[0] - fitted.plan.prediction.peak_bytes[0]
+        allowed = budget + max(rounded, 0) + WORKSPACES
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
     try:
         for _ in range(STEPS):

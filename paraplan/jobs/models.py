@@ -116,7 +116,7 @@ def _ready(model: Any) -> nn.Module:
     """In training mode; a pair of towers returns its loss, and a mixture runs in any precision when it runs eagerly."""
     if model.config.model_type in _PAIRS:
         model.forward = partial(model.forward, return_loss=True)
-    if _ROUTED in model.config.to_dict() and hasattr(model, "set_experts_implementation"):
+    if any(hasattr(module, "_apply_gate") for module in model.modules()):
         model.set_experts_implementation("eager")
     return model.train()  # type: ignore[no-any-return]
 

@@ -6,7 +6,7 @@ stage's layout: the microbatch index is the outermost axis.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,13 +60,19 @@ def shard_batch(
         dtype = getattr(torch, plan.program.batch[name].spec.dtype)
         local = local_shape(given[name].spec.shape, layout, shape)
         parts = [pad(cut(batch[name], layout, shape, (m, *coordinates)), local) for m in range(plan.num_microbatches)]
-        found[name] = _within_reach(torch.stack(parts), device, dtype)
+        found[name] = _within_reach(parts, device, dtype)
     return found
 
 
-def _within_reach(x: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-    """x on the device; for CUDA, what is in the host's memory stays there, pinned, so that no copy of it blocks."""
-    return x.to(dtype).pin_memory() if device == "cuda" and not x.is_cuda else x.to(device, dtype)
+def _within_reach(parts: Sequence[Tensor], device: str, dtype: torch.dtype) -> Tensor:
+    """Microbatches as one tensor on the device; for CUDA, what is in the host's memory is copied once to memory of its
+    own there, pinned, so that no copy of it blocks and nobody else writes to what is still to be copied."""
+    if device != "cuda" or parts[0].is_cuda:
+        return torch.stack(list(parts)).to(device, dtype)
+    held = torch.empty((len(parts), *parts[0].shape), dtype=dtype, pin_memory=True)
+    for mine, part in zip(held, parts, strict=True):
+        mine.copy_(part)
+    return held
 
 
 def _along(plan: Plan, name: str):  # type: ignore[no-untyped-def]

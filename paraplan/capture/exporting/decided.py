@@ -47,7 +47,7 @@ _COMPARED: dict[object, Callable[[float], bool | None]] = {
 
 
 class Decided(TorchFunctionMode):
-    """Under it, a `bincount` has as many bins as its `minlength`, and what holds of every uniform draw is a condition."""
+    """Under it, a `bincount` has as many bins as its `minlength`, and what holds of every uniform draw is known."""
 
     def __init__(self) -> None:
         super().__init__()

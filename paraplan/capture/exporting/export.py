@@ -17,7 +17,7 @@ from paraplan.capture.exporting.decided import Decided
 from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional
-from paraplan.capture.exporting.hf import eager_masks
+from paraplan.capture.exporting.hf import eager_masks, old_mixture
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.precision import brought_by, default_dtype
@@ -396,7 +396,7 @@ def explain(fault: Exception, precision: str = "") -> CaptureError:
     text = str(fault).strip().split("\n")[0].removesuffix(".")
     kind = type(fault).__name__
     if depends_on_data(fault):
-        return CaptureError(f"{line}: {DATA_DEPENDENT} ({kind})")
+        return CaptureError(f"{line}: {old_mixture(fault)}{DATA_DEPENDENT} ({kind})")
     known = next((remedy for said, remedy in _KNOWN.items() if said in str(fault)), "")
     if known:
         return CaptureError(f"{line}: {known} ({kind})")

@@ -4,14 +4,17 @@ Hugging Face's mixtures ours.
 Under export transformers always builds a [b, 1, s, s] mask, since an exported file could be given any input. Our
 program is for one batch signature, so what eager does is right: no mask where the caller gives none. `nn.Transformer`
 looks whether the mask it is given is a causal one, to choose a kernel; it is a mask either way. Checked on transformers
-5.23; every patch is guarded, so other versions only lose the shortcut.
+4.50, 4.57, 5.1, 5.5, 5.17 and 5.23; every patch is guarded, so other versions only lose the shortcut. Mixtures of
+versions before 5.1 loop over what data choose, and are refused.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 
 from paraplan.capture.exporting.hf_experts import experts_forward
 
@@ -30,6 +33,26 @@ def _causal_as_said(mask: object, is_causal: bool | None = None, size: int | Non
 
 def _experts(*args: object, **kwargs: object) -> object:
     return experts_forward
+
+
+def old_mixture(fault: BaseException) -> str:
+    """What to say of a mixture whose experts transformers chooses by data, before it has an interface for them.
+
+    Args:
+        fault: of the forward that could not be traced.
+    """
+    version = getattr(sys.modules.get("transformers"), "__version__", "")
+    interface = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
+    if not version or hasattr(interface, "get_interface"):
+        return ""
+    for frame in traceback.extract_tb(fault.__traceback__):
+        name = PurePath(frame.filename)
+        if "transformers" in name.parts and any(x in f"{name.name} {frame.name} {frame.line}" for x in _MIXTURES):
+            return f"mixtures of experts are captured of transformers 5.1 and later, and this is {version}; "
+    return ""
+
+
+_MIXTURES = ("expert", "moe")
 
 
 @contextmanager

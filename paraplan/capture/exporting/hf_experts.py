@@ -31,8 +31,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     known = _known_activation(self)
     if known is None:
         return _dense(self, hidden_states, top_k_index, top_k_weights)
-    w_in = self.gate_up_proj if self.has_gate else self.up_proj
-    parts = 2 if self.has_gate else 1
+    w_in = self.gate_up_proj if _is(self, "has_gate") else self.up_proj
+    parts = 2 if _is(self, "has_gate") else 1
     inner = w_in.view(w_in.shape[0], parts, w_in.shape[1] // parts, w_in.shape[2])
     made = torch.ops.paraplan.experts(
         hidden_states, top_k_index, top_k_weights, inner, self.down_proj, known, self.num_experts, 0
@@ -43,15 +43,20 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 def _known_activation(module: Any) -> str | None:
     """The activation's name for the canonical op, or None where the module is not of its form."""
     plain = module._apply_gate.__func__ if hasattr(module._apply_gate, "__func__") else module._apply_gate
-    own_gate = module.has_gate and plain.__name__ != "_default_apply_gate"
-    other = module.is_transposed or module.has_bias or _is_normed(module) or not module.is_concatenated
+    own_gate = _is(module, "has_gate") and plain.__name__ != "_default_apply_gate"
+    unlike = ("is_transposed", "has_bias", "has_post_expert_norm")
+    other = any(_is(module, name) for name in unlike) or not _is(module, "is_concatenated")
     act = getattr(module, "act_fn", None)
     return None if own_gate or other or not isinstance(act, nn.Module) else _ACTIVATIONS.get(type(act).__name__)
 
 
-def _is_normed(module: Any) -> bool:
-    """Whether a norm follows each expert; earlier versions of transformers know of none."""
-    return bool(getattr(module, "has_post_expert_norm", False))
+_UNSAID = {"has_gate": True, "is_concatenated": True}
+"""What a form is where a version of transformers has no such attribute, for it knows of no other; of others, not so."""
+
+
+def _is(module: Any, form: str) -> bool:
+    """Whether experts are of a form: transposed, with biases, gates, gates before the other half, a norm behind."""
+    return bool(getattr(module, form, _UNSAID.get(form, False)))
 
 
 def _dense(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -60,13 +65,14 @@ def _dense(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights:
 
     def product(x: Tensor, name: str) -> Tensor:
         weight = getattr(self, name)
-        made = torch.bmm(x, weight if self.is_transposed else weight.transpose(1, 2))
-        return made + getattr(self, f"{name}_bias").unsqueeze(1) if self.has_bias else made
+        made = torch.bmm(x, weight if _is(self, "is_transposed") else weight.transpose(1, 2))
+        return made + getattr(self, f"{name}_bias").unsqueeze(1) if _is(self, "has_bias") else made
 
-    wide = product(hidden_states.unsqueeze(0).expand(count, -1, -1), "gate_up_proj" if self.has_gate else "up_proj")
-    inner = self._apply_gate(wide) if self.has_gate else self.act_fn(wide)
+    gated = _is(self, "has_gate")
+    wide = product(hidden_states.unsqueeze(0).expand(count, -1, -1), "gate_up_proj" if gated else "up_proj")
+    inner = self._apply_gate(wide) if gated else self.act_fn(wide)
     out = product(inner, "down_proj")
-    if _is_normed(self):
+    if _is(self, "has_post_expert_norm"):
         out = self.post_expert_norm(out)
     shares = top_k_weights.new_zeros(tokens, count).scatter_add(1, top_k_index, top_k_weights)
     return (out * shares.t().unsqueeze(-1).to(out.dtype)).sum(0).to(hidden_states.dtype)

@@ -1,9 +1,9 @@
 """Attributes that a forward reads and then changes: state that goes from step to step outside of any graph.
 
 `self.steps += 1` is captured once and computed with its first value for ever. Three kinds do no harm and are let
-through: a constant made where there was nothing (a mask, cached), what nothing is computed from (a second export, with a
-value that can be counted up and appended to and not used otherwise, makes the same graph), and what is the same after a
-second forward, which makes the same graph. Everything else is refused by name.
+through: a constant made where there was nothing (a mask, cached), what nothing is computed from (a second export makes
+the same graph, with a value that can be counted up and appended to, and not used otherwise), and what is the same after
+a second forward, which makes the same graph. Everything else is refused by name.
 """
 
 from __future__ import annotations

@@ -449,7 +449,15 @@ def _settle(self: Any, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("how", "name"), [(_use, "steps"), (_branch, "steps"), (_double, "state"), (_remember, "cache"), (_recall, "log"), (_first, "cache")]
+    ("how", "name"),
+    [
+        (_use, "steps"),
+        (_branch, "steps"),
+        (_double, "state"),
+        (_remember, "cache"),
+        (_recall, "log"),
+        (_first, "cache"),
+    ],
 )
 def test_what_is_carried_from_step_to_step_is_refused(how: Callable[[Any, Tensor], Tensor], name: str) -> None:
     with pytest.raises(CaptureError, match=rf"test_settings.py:.*forward changes {name} of Carries.*register_buffer"):

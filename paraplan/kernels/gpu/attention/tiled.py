@@ -24,7 +24,6 @@ from paraplan.kernels.attention_kernels import AttentionCall
 from paraplan.kernels.gpu.random import finish, row_key, slot_key
 from paraplan.kernels.gpu.triton_launch import launch, row_major
 
-
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -397,15 +396,12 @@ def shared_bytes(kernel: str, tiles: Tiles, widths: tuple[int, int], element_byt
     return own + tiles.stages * (loop + tiles.m * tiles.n * mask_bytes + 8 * tiles.m) + scores + 2048
 
 
-
-LOOPS = (
-    {
-        "forward": ((128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
-        "key_grads": ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
-        "query_grads": ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
-        "mask_grad": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
-    }
-)
+LOOPS = {
+    "forward": ((128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
+    "key_grads": ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
+    "query_grads": ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
+    "mask_grad": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
+}
 """Tiles by kernel, those to be preferred first: queries, keys, warps, stages."""
 HOPPER_BYTES = 232448
 DELTA_ROWS = 32
