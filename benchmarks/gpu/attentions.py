@@ -116,7 +116,7 @@ def _wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def parity(place: Place, kernel: str, name: str) -> Row:
     """A kernel's forward and backward against the reference in float64, and bytes inside against those said."""
     given, failures, worst = GIVEN[name], [], 0.0
-    calls = _calls(place, given, 32 if place.small else 256)
+    calls = _calls(place, given, 128 if place.small else 256)
     out, lse = resolve(FORWARD)(*_wide(calls.forward))
     reads = out.to(place.device, given.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.to(place.device).float()
     for target, args in ((FORWARD, calls.forward), (BACKWARD, calls.backward(*reads))):
@@ -155,7 +155,7 @@ def _error(mine: Tensor | None, exact: Tensor | None) -> float:
 def speed(place: Place, kernel: str, name: str) -> Row:
     """A kernel's forward and backward at 4k positions, beside eager's own choice."""
     given = GIVEN[name]
-    calls = _calls(place, given, 32 if place.small else 4096)
+    calls = _calls(place, given, 128 if place.small else 4096)
     forward = _resolved(place, FORWARD, kernel, calls.forward)
     assert forward is not None
     out, lse = forward[0](*calls.forward)
@@ -190,7 +190,7 @@ def speed(place: Place, kernel: str, name: str) -> Row:
 def _each(place: Place, make: Callable[..., Row], names: tuple[str, ...]) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for name in names:
-        forward = _calls(Place("cpu", True), GIVEN[name], 32).forward
+        forward = _calls(Place("cpu", True), GIVEN[name], 128).forward
         takes = [each.name for each in fitting("cuda", FORWARD, _call(forward))]
         found |= {
             f"attention {each}, {name}": partial(make, place, each, name)
