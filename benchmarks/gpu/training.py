@@ -348,4 +348,5 @@ def cases(place: Place) -> dict[str, dict[str, Case]]:
         )
         for precision, p in (("bf16", 0.0), ("bf16", 0.1), ("fp16", 0.0))
     }
+    graphs["gpt2 medium"] = lambda: trained(place, partial(gpt2, 0.0), graphs=True)
     return {"attention": attention, "train": models, "rest": rest, "graphs": graphs}
