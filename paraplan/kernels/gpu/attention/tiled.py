@@ -392,8 +392,12 @@ def shared_bytes(kernel: str, tiles: Tiles, widths: tuple[int, int], element_byt
         "query_grads": (tiles.m * row, tiles.n * row),
         "mask_grad": (0, (tiles.m + tiles.n) * row),
     }[kernel]
+    if element_bytes == 4:  # split into parts in TF32, and turned, for products take either only one way round
+        own, more = 2 * own, loop
+    else:
+        more = loop // 2
     scores = (tiles.m + 8) * (tiles.n + 8) * 4
-    return own + tiles.stages * (loop + tiles.m * tiles.n * mask_bytes + 8 * tiles.m) + scores + 2048
+    return own + more + tiles.stages * (loop + tiles.m * tiles.n * mask_bytes + 8 * tiles.m) + scores + 2048
 
 
 LOOPS = {
