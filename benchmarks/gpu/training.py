@@ -217,6 +217,7 @@ def _run(place: Place, plan: pp.Plan, job: tuple[nn.Module, Batch], taken: Taken
     """A plan's steps, the device its own."""
     model, batch = job
     precision, deterministic, graphs, planned, wanted = taken
+    batch = {name: x.to(place.device) for name, x in batch.items()}  # as eager has it
     place.forget()
     others, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if place.is_cuda else (0, 0)
     trainer = plan.executable(copy.deepcopy(model), **options)
