@@ -316,6 +316,17 @@ def _attended(place: Place, positions: int, p: float) -> Row:
     return trained(place, partial(_attention, place, positions, p), deterministic=not p)
 
 
+def full_sizes(place: Place) -> dict[str, Make]:
+    """Models at the sizes they are trained at here."""
+    return {
+        "gpt2": partial(text, "gpt2", place, 24, 1024, 16, (4, 1024), 0.1),
+        "llama 1b": partial(text, "llama", place, 16, 2048, 32, (1, 2048), 0.0),
+        "vit l": partial(_vision, place, True),
+        "unet": partial(_unet, place),
+        "resnet152": partial(_resnet, place),
+    }
+
+
 def cases(place: Place) -> dict[str, dict[str, Case]]:
     """By part."""
     gpt2, llama = partial(text, "gpt2", place, 24, 1024, 16, (4, 1024)), partial(text, "llama", place)
