@@ -28,11 +28,13 @@ class Operands(NamedTuple):
     Attributes:
         widths: of a row of queries or keys, and of values, padded.
         element_bytes, mask_bytes: of an element of them, and of the mask; 0 where there is none.
+        is_split: whether products in float32 read two parts of their operands from shared memory.
     """
 
     widths: tuple[int, int]
     element_bytes: int
     mask_bytes: int
+    is_split: bool = False
 
 
 NARROW = {
@@ -50,11 +52,12 @@ WIDE = {
 }
 """Half precision, wider rows."""
 FLOAT32 = {
-    "forward": ((64, 64, 4, 3),),
-    "key_grads": ((32, 64, 4, 2),),
+    "forward": ((64, 64, 4, 2),),
+    "key_grads": ((32, 32, 4, 2),),
     "query_grads": ((64, 32, 4, 2),),
     "mask_grad": ((64, 32, 4, 2),),
 }
+"""The largest without spilled registers, of rows of 64."""
 SMALL = {
     "forward": ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
     "key_grads": ((32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
@@ -69,7 +72,7 @@ def shared_bytes(kernel: str, tiles: Tiles, of: Operands) -> int:
     """An upper bound of the shared memory that Triton gives a kernel.
 
     Its own rows, the rows of every stage of its loop, the mask's tile likewise, one tile of scores and what it holds of
-    every row.
+    every row; its own rows twice where they are split.
 
     Args:
         kernel: "forward", "key_grads", "query_grads" or "mask_grad".
@@ -83,6 +86,7 @@ def shared_bytes(kernel: str, tiles: Tiles, of: Operands) -> int:
         "query_grads": (tiles.m * row, tiles.n * row),
         "mask_grad": (0, (tiles.m + tiles.n) * row),
     }[kernel]
+    own *= 1 + of.is_split
     scores = (tiles.m + 8) * (tiles.n + 8) * 4
     return own + tiles.stages * (loop + tiles.m * tiles.n * of.mask_bytes + 8 * tiles.m) + scores + 2048
 

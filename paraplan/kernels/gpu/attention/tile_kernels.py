@@ -106,14 +106,21 @@ def _forward(q, k, v, mask, seed, out, lse, qs, ks, vs, os, masks, call, of: tl.
 
 
 @triton.jit
-def _delta(g_out, out, delta, gs, os, call, of: tl.constexpr):  # type: ignore[no-untyped-def]
-    """δ of a tile of queries."""
+def _delta(g_out, out, seed, delta, gs, os, call, of: tl.constexpr):  # type: ignore[no-untyped-def]
+    """δ of a tile of queries; where there is dropout, after all of δ also the keys of the queries, bit by bit, which
+    every thread of `_key_grads` would make again for a quarter of a tile."""
     tile_m: tl.constexpr = of.m
     m = tl.program_id(0) * tile_m + tl.arange(0, tile_m)
     batch, head = _batch_and_head(call.h)
     grad = rows_of(matrix(g_out, gs, batch, head), m, call.s, of.e_width, of.e, True).to(tl.float32)
     made = rows_of(matrix(out, os, batch, head), m, call.s, of.e_width, of.e, True).to(tl.float32)
-    tl.store(delta + (batch * call.h + head) * call.s + m, tl.sum(grad * made, 1), mask=m < call.s)
+    place = delta + (batch * call.h + head) * call.s + m
+    tl.store(place, tl.sum(grad * made, 1), mask=m < call.s)
+    if of.drops:
+        first, second = row_keys(stream_of_call(seed, call, of), batch, head, m, call, of)
+        whole = tl.num_programs(1).to(tl.int64) * call.s
+        tl.store(place + whole, first.to(tl.float32, bitcast=True), mask=m < call.s)
+        tl.store(place + 2 * whole, second.to(tl.float32, bitcast=True), mask=m < call.s)
 
 
 @triton.jit
@@ -127,9 +134,7 @@ def _key_tile(
     lse,
     delta,
     place,
-    stream,
-    batch,
-    head,
+    whole,
     n,
     to_keys,
     to_values,
@@ -142,7 +147,10 @@ def _key_tile(
     m = start + tl.arange(0, tile_m)
     queries = rows_of(q, m, call.s, of.width, of.d, True)
     grad = rows_of(g_out, m, call.s, of.e_width, of.e, True)
-    first, second = row_keys(stream, batch, head, m, call, of)
+    first, second = m, m
+    if of.drops:
+        first = tl.load(delta + whole + place + m, mask=m < call.s, other=0.0).to(tl.uint32, bitcast=True)
+        second = tl.load(delta + 2 * whole + place + m, mask=m < call.s, other=0.0).to(tl.uint32, bitcast=True)
     products = tl.dot(keys, tl.trans(queries), input_precision=of.precision)
     scores = scores_of(products, mask, m[None, :], n[:, None], call, of)
     scores = attended(scores, m[None, :], n[:, None], call, checked, False, of)
@@ -168,7 +176,7 @@ def _key_grads(g_out, q, k, v, mask, seed, lse, delta, dk, dv, gs, qs, ks, vs, d
     values = rows_of(matrix(v, vs, batch, group), n, call.t, e_width, of.e, True)
     to_keys = tl.zeros((tile_n, width), tl.float32)
     to_values = tl.zeros((tile_n, e_width), tl.float32)
-    stream = stream_of_call(seed, call, of)
+    whole = (tl.num_programs(1) // call.g * call.h).to(tl.int64) * call.s
     begin, unchecked = 0, 0
     if of.causal:
         ahead = call.m_start - call.n_start
@@ -191,9 +199,7 @@ def _key_grads(g_out, q, k, v, mask, seed, lse, delta, dk, dv, gs, qs, ks, vs, d
                 lse,
                 delta,
                 place,
-                stream,
-                batch,
-                head,
+                whole,
                 n,
                 to_keys,
                 to_values,
@@ -212,9 +218,7 @@ def _key_grads(g_out, q, k, v, mask, seed, lse, delta, dk, dv, gs, qs, ks, vs, d
                 lse,
                 delta,
                 place,
-                stream,
-                batch,
-                head,
+                whole,
                 n,
                 to_keys,
                 to_values,

@@ -60,13 +60,13 @@ class _Kernels:
             h, g, s, t, float(call.scale), slot_key(call.slot), call.global_shape[1], call.global_shape[2], *call.starts
         )
         of_mask = (mask is not None, mask is not None and mask.dtype == torch.bool)
-        precision = _precision(q.dtype, device)
+        precision, is_split = _precision(q.dtype, device)
         self.fixed = Fixed(d, e, *widths, *threshold_and_scale(call.p), *of_mask, call.causal, call.p > 0, precision)
         self.masks: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             self.masks = tuple(stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.strides, strict=True))
         self.limit = shared_limit(device)
-        self.operands = Operands(widths, q.dtype.itemsize, 0 if mask is None else mask.dtype.itemsize)
+        self.operands = Operands(widths, q.dtype.itemsize, 0 if mask is None else mask.dtype.itemsize, is_split)
 
     def tiles(self, name: str) -> Tiles:
         """Of the kernel of that name."""
@@ -80,10 +80,14 @@ class _Kernels:
         return Prepared(kernel, grid, rest, num_written, tiles.warps, tiles.stages)
 
 
-def _precision(dtype: torch.dtype, device: torch.device) -> str:
-    """Of products in float32: of three in TF32 where a device has them."""
-    has = device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 8
-    return "tf32x3" if dtype == torch.float32 and has else "ieee"
+def _precision(dtype: torch.dtype, device: torch.device) -> tuple[str, bool]:
+    """Of products in float32, of three in TF32 where a device has them; and whether these read what they split from
+    shared memory: from compute capability 9 on, which is also taken where there is no device."""
+    capability = (
+        torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.cuda.is_available() else 9
+    )
+    three = dtype == torch.float32 and capability >= 8
+    return "tf32x3" if three else "ieee", three and capability >= 9
 
 
 @SESSION.cached(most=KEPT_LAUNCHES)
@@ -97,12 +101,13 @@ def _forward(*args: Any) -> tuple[Prepared, tuple[int, ...]]:
 
 
 class _Backward(NamedTuple):
-    """Launches, and strides of the gradients of queries, keys and values."""
+    """Launches, the shape of δ and what is kept with it, strides of the gradients of queries, keys and values."""
 
     delta: Prepared
     key_grads: Prepared
     query_grads: Prepared
     mask_grad: Prepared | None
+    delta_shape: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
 
 
@@ -127,7 +132,7 @@ def _backward(g_out: _Operand, out: _Operand, dmask: _Operand | None, *args: Any
         shared = (b // dmask.shape[0], h // dmask.shape[1])
         grid = (_cdiv(s, tiles.m) * _cdiv(t, tiles.n), dmask.shape[0] * dmask.shape[1])
         masks = of.prepared("mask_grad", (*given, dmask.strides, shared), grid)
-    return _Backward(delta, keys, queries, masks, made)
+    return _Backward(delta, keys, queries, masks, (3 if of.fixed.drops else 1, b, h, s), made)
 
 
 def _cdiv(count: int, by: int) -> int:
@@ -213,9 +218,10 @@ def attention_grad(
         torch.empty_strided(x.shape, strides, dtype=q.dtype, device=q.device)
         for x, strides in zip((q, k, v), of.strides, strict=True)
     )
-    delta = torch.empty_like(lse)
-    of.delta(g_out, out, delta)
-    given = g_out, q, k, v, _bytes(mask, q), lse if seed is None else seed, lse, delta
+    delta = torch.empty(of.delta_shape, dtype=torch.float32, device=q.device)
+    seeded = lse if seed is None else seed
+    of.delta(g_out, out, seeded, delta)
+    given = g_out, q, k, v, _bytes(mask, q), seeded, lse, delta
     of.key_grads(*given, dk, dv)
     of.query_grads(*given, dq)
     if here is not None and of.mask_grad is not None:
