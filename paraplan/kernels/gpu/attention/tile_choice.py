@@ -51,28 +51,28 @@ WIDE = {
     "mask_grad": ((128, 64, 8, 2), (64, 64, 4, 2)),
 }
 """Half precision, wider rows."""
-FLOAT32 = {
+SPLIT = {
     "forward": ((64, 64, 4, 2),),
     "key_grads": ((32, 32, 4, 2),),
     "query_grads": ((64, 32, 4, 2),),
     "mask_grad": ((64, 32, 4, 2),),
 }
-"""The largest without spilled registers, of rows of 64."""
+"""Float32 in products of three in TF32 from compute capability 9 on: the largest without spilled registers, at 64."""
 SMALL = {
     "forward": ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
     "key_grads": ((32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
     "query_grads": ((64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
     "mask_grad": ((64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
-"""Where none of those fit."""
+"""All else, and where none of those fit."""
 HOPPER_BYTES = 232448
 
 
 def shared_bytes(kernel: str, tiles: Tiles, of: Operands) -> int:
     """An upper bound of the shared memory that Triton gives a kernel.
 
-    Its own rows, the rows of every stage of its loop, the mask's tile likewise, one tile of scores and what it holds of
-    every row; its own rows twice where they are split.
+    Its own rows, the rows of every stage of its loop, the mask's tile likewise, one tile of scores (two in float32) and
+    what it holds of every row; its own rows twice where they are split.
 
     Args:
         kernel: "forward", "key_grads", "query_grads" or "mask_grad".
@@ -87,7 +87,7 @@ def shared_bytes(kernel: str, tiles: Tiles, of: Operands) -> int:
         "mask_grad": (0, (tiles.m + tiles.n) * row),
     }[kernel]
     own *= 1 + of.is_split
-    scores = (tiles.m + 8) * (tiles.n + 8) * 4
+    scores = (tiles.m + 8) * (tiles.n + 8) * (8 if of.element_bytes == 4 else 4)
     return own + tiles.stages * (loop + tiles.m * tiles.n * of.mask_bytes + 8 * tiles.m) + scores + 2048
 
 
@@ -100,6 +100,9 @@ def shared_limit(device: torch.device) -> int:
 
 def choose_tiles(kernel: str, limit: int, of: Operands) -> Tiles:
     """The first tiles of a kernel that fit a device's shared memory; the last where none do."""
-    preferred = FLOAT32 if of.element_bytes == 4 else NARROW if max(of.widths) <= 64 else WIDE
-    found = [Tiles(*each) for each in (*preferred[kernel], *SMALL[kernel])]
+    if of.element_bytes == 4:
+        preferred = SPLIT[kernel] if of.is_split else ()
+    else:
+        preferred = (NARROW if max(of.widths) <= 64 else WIDE)[kernel]
+    found = [Tiles(*each) for each in (*preferred, *SMALL[kernel])]
     return next((each for each in found if shared_bytes(kernel, each, of) <= limit), found[-1])
