@@ -50,7 +50,14 @@ WIDE = {
     "query_grads": ((128, 64, 8, 3), (64, 64, 4, 2)),
     "mask_grad": ((128, 64, 8, 2), (64, 64, 4, 2)),
 }
-"""Half precision, wider rows."""
+"""Rows of at most 128."""
+WIDEST = {
+    "forward": ((64, 32, 4, 2),),
+    "key_grads": ((32, 64, 8, 2),),
+    "query_grads": ((64, 64, 8, 2),),
+    "mask_grad": ((64, 64, 4, 2),),
+}
+"""Wider rows; not measured: those with the fewest spilled registers."""
 SPLIT = {
     "forward": ((64, 64, 4, 2),),
     "key_grads": ((32, 32, 4, 2),),
@@ -103,6 +110,7 @@ def choose_tiles(kernel: str, limit: int, of: Operands) -> Tiles:
     if of.element_bytes == 4:
         preferred = SPLIT[kernel] if of.is_split else ()
     else:
-        preferred = (NARROW if max(of.widths) <= 64 else WIDE)[kernel]
+        widest = max(of.widths)
+        preferred = (NARROW if widest <= 64 else WIDE if widest <= 128 else WIDEST)[kernel]
     found = [Tiles(*each) for each in (*preferred, *SMALL[kernel])]
     return next((each for each in found if shared_bytes(kernel, each, of) <= limit), found[-1])

@@ -50,6 +50,18 @@ def _keys_of_tile(tile, call, of: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _queries_of_tile(tile, call, of: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the queries of a tile of keys begin, and from where on no tile of them needs a check."""
+    begin, unchecked = tile * 0, tile * 0
+    if of.causal:
+        ahead = call.m_start - call.n_start
+        begin = tl.maximum(tile * of.n - ahead, 0) // of.m * of.m
+        unchecked = tl.maximum((tile + 1) * of.n - 1 - ahead, 0)
+        unchecked = tl.minimum((unchecked + of.m - 1) // of.m * of.m, call.s)
+    return begin, unchecked
+
+
+@triton.jit
 def _forward_tile(
     start, queries, k, v, mask, m, first, second, top, total, acc, call, checked: tl.constexpr, of: tl.constexpr
 ):  # type: ignore[no-untyped-def]
@@ -177,12 +189,7 @@ def _key_grads(g_out, q, k, v, mask, seed, lse, delta, dk, dv, gs, qs, ks, vs, d
     to_keys = tl.zeros((tile_n, width), tl.float32)
     to_values = tl.zeros((tile_n, e_width), tl.float32)
     whole = (tl.num_programs(1) // call.g * call.h).to(tl.int64) * call.s
-    begin, unchecked = 0, 0
-    if of.causal:
-        ahead = call.m_start - call.n_start
-        begin = tl.maximum(tl.program_id(0) * tile_n - ahead, 0) // of.m * of.m
-        unchecked = tl.maximum((tl.program_id(0) + 1) * tile_n - 1 - ahead, 0)
-        unchecked = tl.minimum((unchecked + of.m - 1) // of.m * of.m, call.s)
+    begin, unchecked = _queries_of_tile(tl.program_id(0), call, of)
     for member in range(0, call.h // call.g):
         head = group * (call.h // call.g) + member
         queries, grads = matrix(q, qs, batch, head), matrix(g_out, gs, batch, head)
