@@ -37,35 +37,38 @@ class Operands(NamedTuple):
     is_split: bool = False
 
 
-NARROW = {
+Sizes = dict[str, tuple[tuple[int, int, int, int], ...]]
+"""By kernel, those to be preferred first: queries, keys, warps, stages."""
+
+NARROW: Sizes = {
     "forward": ((64, 64, 4, 3), (64, 64, 4, 2)),
     "key_grads": ((32, 128, 4, 3), (64, 64, 4, 2)),
     "query_grads": ((64, 64, 4, 3), (64, 64, 4, 2)),
     "mask_grad": ((64, 64, 4, 2),),
 }
-"""Half precision, rows of at most 64, by kernel, those to be preferred first: queries, keys, warps, stages."""
-WIDE = {
+"""Half precision, rows of at most 64."""
+WIDE: Sizes = {
     "forward": ((64, 64, 4, 3), (64, 64, 4, 2)),
     "key_grads": ((64, 128, 8, 3), (64, 64, 4, 2)),
     "query_grads": ((128, 64, 8, 3), (64, 64, 4, 2)),
     "mask_grad": ((128, 64, 8, 2), (64, 64, 4, 2)),
 }
 """Rows of at most 128."""
-WIDEST = {
+WIDEST: Sizes = {
     "forward": ((64, 32, 4, 2),),
     "key_grads": ((32, 64, 8, 2),),
     "query_grads": ((64, 64, 8, 2),),
     "mask_grad": ((64, 64, 4, 2),),
 }
 """Wider rows; not measured: those with the fewest spilled registers."""
-SPLIT = {
+SPLIT: Sizes = {
     "forward": ((64, 64, 4, 2),),
     "key_grads": ((32, 32, 4, 2),),
     "query_grads": ((64, 32, 4, 2),),
     "mask_grad": ((64, 32, 4, 2),),
 }
 """Float32 in products of three in TF32 from compute capability 9 on: the largest without spilled registers, at 64."""
-SMALL = {
+SMALL: Sizes = {
     "forward": ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
     "key_grads": ((32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
     "query_grads": ((64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
