@@ -16,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from paraplan.ir.machine.kernel_choice import merged_dims
-from paraplan.kernels.gpu.triton_launch import launch, row_major
+from paraplan.ir.process.memo import SESSION
+from paraplan.kernels.gpu.triton_launch import KEPT_LAUNCHES, Prepared, row_major
 
-ELEMENTS = 4096
+ELEMENTS, MOST_ELEMENTS = 2048, 4096
+"""Of a program; the most where they are of one row, whose key is then made once (measured on an H200)."""
 LEAST_COLUMNS = 64
 
 
@@ -42,9 +44,14 @@ def _global_row(row, sizes, wholes, starts):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def row_key(seed, slot_key, row):  # type: ignore[no-untyped-def]
-    """Two uint32 for rows, by their global index (uint64)."""
-    stream = _mix64(_mix64(seed.to(tl.uint64)) + slot_key)
+def stream_of(seed, slot_key):  # type: ignore[no-untyped-def]
+    """A slot's stream of numbers (uint64)."""
+    return _mix64(_mix64(seed.to(tl.uint64)) + slot_key)
+
+
+@triton.jit
+def keys_of_rows(stream, row):  # type: ignore[no-untyped-def]
+    """Two uint32 for rows of a stream, by their global index (uint64)."""
     key = _mix64(row * 0x9E3779B97F4A7C15 + stream)
     return key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
@@ -89,7 +96,7 @@ def _dropout(
 ):  # type: ignore[no-untyped-def]
     offsets, there, row, column = _place(height, columns, sizes, wholes, starts, column_start, rows, block)
     value = tl.load(x + offsets, mask=there)
-    first, second = row_key(tl.load(seed), slot_key, row)
+    first, second = keys_of_rows(stream_of(tl.load(seed), slot_key), row)
     kept = finish(first, second, column) >= threshold
     wide = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     factor = tl.full((1, 1), scale, wide)
@@ -97,10 +104,21 @@ def _dropout(
 
 
 @triton.jit
-def _uniform(seed, out, height, columns, sizes, wholes, starts, column_start, slot_key,
-             rows: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _uniform(
+    seed,
+    out,
+    height,
+    columns,
+    sizes,
+    wholes,
+    starts,
+    column_start,
+    slot_key,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     offsets, there, row, column = _place(height, columns, sizes, wholes, starts, column_start, rows, block)
-    first, second = row_key(tl.load(seed), slot_key, row)
+    first, second = keys_of_rows(stream_of(tl.load(seed), slot_key), row)
     number = finish(first, second, column) >> 9
     value = (number.to(out.dtype.element_ty) + 4194304.5) * 1.1920928955078125e-07
     tl.store(out + offsets, value.to(out.dtype.element_ty), mask=there)
@@ -116,31 +134,49 @@ def dropout(x: Tensor, seed: Tensor, p: float, slot: int, global_shape: Sequence
     """As `kernels.random_kernels.dropout`; one launch, and a copy first where x is not contiguous."""
     x = row_major(x)
     out = torch.empty_like(x)
-    threshold = min(max(round(p * 2**32) - 2**31, -(2**31)), 2**31 - 1)
-    scale = 1.0 / (1.0 - p) if p < 1 else 0.0
-    height, columns, *where = _where(x.shape, global_shape, starts)
-    tile = _tile(height, columns)
-    args = x, seed, out, height, columns, *where, slot_key(slot), threshold, scale, *tile
-    launch(_dropout, _grid(height, columns, *tile), args, (x, seed), (out,))
+    _dropout_launch(x.shape, p, slot, tuple(global_shape), tuple(starts))(x, seed, out)
     return out
 
 
 def uniform(x: Tensor, seed: Tensor, slot: int, global_shape: Sequence[int], starts: Sequence[int]) -> Tensor:
     """As `kernels.random_kernels.uniform`; one launch."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    height, columns, *where = _where(x.shape, global_shape, starts)
-    tile = _tile(height, columns)
-    args = seed, out, height, columns, *where, slot_key(slot), *tile
-    launch(_uniform, _grid(height, columns, *tile), args, (seed,), (out,))
+    _uniform_launch(x.shape, slot, tuple(global_shape), tuple(starts))(seed, out)
     return out
+
+
+@SESSION.cached(most=KEPT_LAUNCHES)
+def _dropout_launch(
+    shape: tuple[int, ...], p: float, slot: int, global_shape: tuple[int, ...], starts: tuple[int, ...]
+) -> Prepared:
+    threshold, scale = threshold_and_scale(p)
+    height, columns, *where = _where(shape, global_shape, starts)
+    tile = _tile(height, columns)
+    rest = height, columns, *where, slot_key(slot), threshold, scale, *tile
+    return Prepared(_dropout, _grid(height, columns, *tile), rest, 1)
+
+
+@SESSION.cached(most=KEPT_LAUNCHES)
+def _uniform_launch(
+    shape: tuple[int, ...], slot: int, global_shape: tuple[int, ...], starts: tuple[int, ...]
+) -> Prepared:
+    height, columns, *where = _where(shape, global_shape, starts)
+    tile = _tile(height, columns)
+    rest = height, columns, *where, slot_key(slot), *tile
+    return Prepared(_uniform, _grid(height, columns, *tile), rest, 1)
+
+
+def threshold_and_scale(p: float) -> tuple[int, float]:
+    """Of dropout: the least bits that are kept, as int32, and the factor on what is kept."""
+    return min(max(round(p * 2**32) - 2**31, -(2**31)), 2**31 - 1), 1.0 / (1.0 - p) if p < 1 else 0.0
 
 
 def _tile(height: int, columns: int) -> tuple[int, int]:
     """Rows and columns of a program, powers of 2: columns that leave little over, at most a whole row."""
-    block = min(triton.next_power_of_2(max(columns, 1)), ELEMENTS)
+    block = min(triton.next_power_of_2(max(columns, 1)), MOST_ELEMENTS)
     while block > LEAST_COLUMNS and -(-columns // block) * block > columns * 9 // 8:
         block //= 2
-    return min(ELEMENTS // block, triton.next_power_of_2(max(height, 1))), block
+    return min(max(ELEMENTS // block, 1), triton.next_power_of_2(max(height, 1))), block
 
 
 def _grid(height: int, columns: int, rows: int, block: int) -> tuple[int]:

@@ -1,14 +1,25 @@
-"""Launching a Triton kernel, or, on tensors without data, noting that it would be launched."""
+"""Launching a Triton kernel, or, on tensors without data, noting that it would be launched.
+
+Triton asks at every launch what each argument is, to find what it compiled: some 10 to 40 µs on the host. A `Prepared`
+launch has all arguments but the tensors once and for all and remembers what Triton found, by the tensors' dtypes and
+whether they are aligned, which is all that may change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paraplan.kernels.torch_private import is_fake
+
+ALIGNED = 16
+"""Bytes: what Triton compiles a kernel for is whether addresses are multiples of these."""
+
+KEPT_LAUNCHES = 4096
+"""Prepared launches a function keeps, the last used ones."""
 
 _LIBRARY = torch.library.Library("paraplan_gpu", "DEF")
 _LIBRARY.define("launch(Tensor[] read, Tensor(a!)[] written, str name) -> ()")
@@ -41,6 +52,46 @@ def launch(
     if 0 not in grid and not noted(written[0], read, written, kernel.fn.__name__):
         options = {"num_stages": stages} if stages else {}
         kernel[grid](*args, num_warps=warps, **options)
+
+
+class Prepared:
+    """A launch of which only the tensors are not known yet.
+
+    Args:
+        kernel, grid, warps, stages: as `launch` takes them.
+        rest: the kernel's arguments after the tensors.
+        num_written: how many tensors it writes, which are the last ones.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        rest: tuple[object, ...],
+        num_written: int,
+        warps: int = 4,
+        stages: int = 0,
+    ) -> None:
+        self.kernel, self.grid, self.rest, self.num_written = kernel, grid, rest, num_written
+        self.warps, self.stages = warps, stages
+        self._found: dict[object, Callable[..., None]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Runs the kernel on its tensors."""
+        if is_fake(tensors[-1]) or 0 in self.grid:
+            read, written = tensors[: -self.num_written], tensors[-self.num_written :]
+            launch(self.kernel, self.grid, (*tensors, *self.rest), read, written, self.warps, self.stages)
+            return
+        places = [x.data_ptr() for x in tensors]
+        key = tensors[-1].get_device(), *[x.dtype for x in tensors], *[place % ALIGNED for place in places]
+        found = self._found.get(key)
+        if found is not None:
+            found(*places, *self.rest)
+            return
+        options = {"num_stages": self.stages} if self.stages else {}
+        compiled = self.kernel[self.grid](*tensors, *self.rest, num_warps=self.warps, **options)
+        if compiled is not None:  # it is None in Triton's interpreter
+            self._found[key] = compiled[(*self.grid, 1, 1)[:3]]
 
 
 def noted(x: Tensor, read: Sequence[Tensor | None] = (), written: Sequence[Tensor] = (), name: str = "") -> bool:

@@ -295,9 +295,9 @@ def _tiled_grad_launches(call: OpCall) -> int:
 
 
 def _tiled_grad_workspace(call: OpCall) -> int:
-    """δ, and copies."""
+    """δ, with dropout two keys of every query, and copies."""
     of = _Attention(call, True)
-    return 4 * math.prod(of.query.shape[:3]) + sum(x.nbytes for x in _copies(of.grad, *of.inputs))
+    return (12 if of.p else 4) * math.prod(of.query.shape[:3]) + sum(x.nbytes for x in _copies(of.grad, *of.inputs))
 
 
 offer(

@@ -233,7 +233,7 @@ types = dict(x="*bf16", seed="*i64", out="*bf16", count="i64", columns="i32", si
              wholes=("i32", "i32"), starts=("i32", "i32"), column_start="i32", slot_key="i64", logits="*bf16",
              parts="*fp32", scale="*fp32", rows="*u8", turned="*u8", height="i32",
              m="*fp32", s="*fp32", labels="*i64", g="*fp32", width="i32", ignore_index="i32", v_start="i32")
-for kernel, fixed in ((gpu_random._dropout, dict(threshold=-1717986918, scale=1 / 0.9, rows=4, block=1024)),
+for kernel, fixed in ((gpu_random._dropout, dict(threshold=-1717986918, scale=1 / 0.9, rows=2, block=1024)),
                       (cross_entropy._grad, dict(block=2048)), (float8._parts, dict(block=4096)),
                       (float8._scale, dict(least=1e-12, largest=8, block=1024)),
                       (float8._cast, dict(has_rows=True, has_turned=True, digits=3, bias=7, tile=64))):
