@@ -54,6 +54,36 @@ def test_tokens_of_experts_are_counted_as_in_eager(version: str) -> None:
     assert_trains_as_eager(Balanced(COUNTS[version]), BATCH)
 
 
+ANGLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "5.17": lambda rates, steps: (rates[None, :, None] @ steps[None, None, :]).transpose(1, 2),
+    "5.23": lambda rates, steps: steps[None, :, None] * rates,
+}
+
+
+class Rotated(nn.Module):
+    """Layers that all read the cosines of one table of angles."""
+
+    def __init__(self, angles: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.angles = angles
+        self.register_buffer("rates", torch.rand(HIDDEN))
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        turned = self.angles(self.rates, torch.arange(TOKENS).to(self.rates.dtype)).cos()[0]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * turned
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("version", ANGLES)
+def test_angles_are_made_in_every_layer(version: str) -> None:
+    torch.manual_seed(0)
+    program = assert_trains_as_eager(Rotated(ANGLES[version]), BATCH)
+    assert (len(program.segments), len(program.kinds)) == (5, 3)
+
+
 class Experts(nn.Module):
     """Experts with the attributes that transformers gives them, of which there were fewer before 5.10."""
 
