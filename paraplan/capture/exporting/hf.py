@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import PurePath
+from typing import Any
 
 from torch import Tensor
 
@@ -58,19 +59,23 @@ def old_mixture(fault: BaseException) -> str:
 _MIXTURES = ("expert", "moe")
 
 
-def _broadcast_masks(vmapped: Callable[..., Callable[..., Tensor]]) -> Callable[..., Callable[..., Tensor]]:
+def _broadcast_masks(masking: Any) -> Callable[..., Callable[..., Tensor]]:
     """In place of `_vmap_for_bhqkv` of transformers 4.53 to 4.57, which export cannot follow: masks that are functions
     of indices are computed for all indices at once, as later versions do."""
 
+    vmapped = masking._vmap_for_bhqkv
+    to_index = getattr(masking, "TransformGetItemToIndex", nullcontext)
+
     def expanded(mask: Callable[..., Tensor], bh_indices: bool = True) -> Callable[..., Tensor]:
-        if not bh_indices or not _is_of_indices(mask):
-            return vmapped(mask, bh_indices)
+        def mapped(*indices: Tensor) -> Tensor:
+            with to_index():
+                return vmapped(mask, bh_indices)(*indices)  # type: ignore[no-any-return]
 
         def whole(*indices: Tensor) -> Tensor:
             placed = [x.view([-1 if at == dim else 1 for at in range(4)]) for dim, x in enumerate(indices)]
             return mask(*placed).expand([len(x) for x in indices])
 
-        return whole
+        return whole if bh_indices and _is_of_indices(mask) else mapped
 
     return expanded
 
@@ -102,8 +107,8 @@ def eager_masks(batch_names: Collection[str]) -> Iterator[None]:
     if "position_ids" not in batch_names:
         patches.append((masking, "find_packed_sequence_indices", _nothing))
     patches.append((interface, "get_interface", _experts))
-    if vmapped := getattr(masking, "_vmap_for_bhqkv", None):
-        patches.append((masking, "_vmap_for_bhqkv", _broadcast_masks(vmapped)))
+    if hasattr(masking, "_vmap_for_bhqkv"):
+        patches.append((masking, "_vmap_for_bhqkv", _broadcast_masks(masking)))
         patches.append((masking, "TransformGetItemToIndex", nullcontext))  # of use to vmap alone
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patches if hasattr(owner, name)]
     try:
