@@ -4,6 +4,7 @@
 
 kernels      every instruction of a model's step against its reference kernel in float64: values, strides, and what it
              allocates inside; random bits equal; and every kernel that attention may run as
+inside       what instructions allocate and drop inside at full sizes, beside what is said
 ranks        random plans of four ranks on the one device, in float32, against one device in float64
 attention    one attention's step at 1k, 8k and 32k positions, with and without dropout
 train        steps of models against eager PyTorch: losses, time, peak and reserved memory against what the plan says,
@@ -28,12 +29,25 @@ from __future__ import annotations
 import sys
 import traceback
 
-from benchmarks.gpu import host, ops, parity, tiers, training
+from benchmarks.gpu import host, inside, ops, parity, tiers, training
 from benchmarks.gpu.place import Place, described, here
 from benchmarks.table import Case, Row, main
 
 ORDER = (
-    *("kernels", "ranks", "attention", "train", "copies", "memory", "graphs", "rest", "nccl", "host", "speed"),
+    *(
+        "kernels",
+        "inside",
+        "ranks",
+        "attention",
+        "train",
+        "copies",
+        "memory",
+        "graphs",
+        "rest",
+        "nccl",
+        "host",
+        "speed",
+    ),
     *("ops", "profile"),
 )
 COLUMNS = (
@@ -72,7 +86,7 @@ def cases(place: Place) -> dict[str, Case]:
     """All, in order."""
     parts = {
         name: made
-        for module in (parity, training, tiers, host, ops)
+        for module in (parity, inside, training, tiers, host, ops)
         for name, made in module.cases(place).items()  # type: ignore[attr-defined]
     }
     assert sorted(parts) == sorted(ORDER), set(parts) ^ set(ORDER)

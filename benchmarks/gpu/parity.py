@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,7 @@ class Compared:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = tree_map_only(Tensor, _copied if self.instr.target in DRAWN else _exact, (args, kwargs))
-        before = _allocated()
-        made = self.call(*args, **kwargs)
-        inside = _peak() - max(before, _allocated())
+        made, inside = called(self.call, args, kwargs)
         again, named = given
         with torch.device("cpu"):
             wanted = resolve(self.instr.target)(*again, **{**named, **_on_cpu(named)})
@@ -155,6 +154,14 @@ def _error(found: Tensor, exact: Tensor, terms: float = 0.0) -> float:
     return float((found - exact)[finite].abs().max()) / max(scale, 1e-30)
 
 
+def called(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+    """What a call gives, and the bytes it allocated and dropped."""
+    before = _allocated()
+    made = call(*args, **kwargs)
+    peak = _peak()
+    return made, peak - max(before, _allocated())
+
+
 def _allocated() -> int:
     if not torch.cuda.is_available():
         return 0
@@ -166,8 +173,17 @@ def _peak() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-def watched(program: RankProgram, device: str, kept: Errors) -> dict[str, fx.GraphModule]:
-    """A program's blocks, every op of which is compared."""
+Watch = Callable[[Instr, Mapping[str, LocalValue], Callable[..., Any]], Callable[..., Any]]
+
+
+def watched(program: RankProgram, device: str, watch: Watch) -> dict[str, fx.GraphModule]:
+    """A program's blocks, every op of which is watched.
+
+    Args:
+        program: of a rank.
+        device: where it runs.
+        watch: what runs in an instruction's place, of its values and its kernel.
+    """
     modules = build_modules(program, device=device)
     for name, module in modules.items():
         block = program.blocks[name]
@@ -179,7 +195,7 @@ def watched(program: RankProgram, device: str, kept: Errors) -> dict[str, fx.Gra
             seen.add(index)
             instr = block.instrs[index]
             if instr.kind is InstrKind.OP:
-                node.target = Compared(instr, block.values, node.target, kept)
+                node.target = watch(instr, block.values, node.target)
         module.recompile()
     return modules
 
@@ -210,7 +226,7 @@ def kernels(place: Place, name: str, precision: str) -> Row:
     program, (model, batch) = _captured(name, precision)
     plan, kept = whole_plan(program, place.cluster(), ADAMW), Errors()
     programs = lower(plan)
-    modules = [watched(each, place.device, kept) for each in programs]
+    modules = [watched(each, place.device, partial(Compared, kept=kept)) for each in programs]
     trainer = InProcessTrainer(plan, programs, modules, model, device=place.device)
     trainer.record = False
     trainer.step(batch)

@@ -217,6 +217,7 @@ def _run(place: Place, plan: pp.Plan, job: tuple[nn.Module, Batch], taken: Taken
     """A plan's steps, the device its own."""
     model, batch = job
     precision, deterministic, graphs, planned, wanted = taken
+    batch = {name: x.to(place.device) for name, x in batch.items()}  # as eager has it
     place.forget()
     others, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if place.is_cuda else (0, 0)
     trainer = plan.executable(copy.deepcopy(model), **options)
@@ -315,6 +316,17 @@ def _attended(place: Place, positions: int, p: float) -> Row:
     return trained(place, partial(_attention, place, positions, p), deterministic=not p)
 
 
+def full_sizes(place: Place) -> dict[str, Make]:
+    """Models at the sizes they are trained at here."""
+    return {
+        "gpt2": partial(text, "gpt2", place, 24, 1024, 16, (4, 1024), 0.1),
+        "llama 1b": partial(text, "llama", place, 16, 2048, 32, (1, 2048), 0.0),
+        "vit l": partial(_vision, place, True),
+        "unet": partial(_unet, place),
+        "resnet152": partial(_resnet, place),
+    }
+
+
 def cases(place: Place) -> dict[str, dict[str, Case]]:
     """By part."""
     gpt2, llama = partial(text, "gpt2", place, 24, 1024, 16, (4, 1024)), partial(text, "llama", place)
@@ -348,4 +360,5 @@ def cases(place: Place) -> dict[str, dict[str, Case]]:
         )
         for precision, p in (("bf16", 0.0), ("bf16", 0.1), ("fp16", 0.0))
     }
+    graphs["gpt2 medium"] = lambda: trained(place, partial(gpt2, 0.0), graphs=True)
     return {"attention": attention, "train": models, "rest": rest, "graphs": graphs}

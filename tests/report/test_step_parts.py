@@ -25,7 +25,16 @@ from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.report.diagnosis.faster import TENTH, faster, quicker
 from paraplan.report.diagnosis.memory_use import keeping_compute_s, memory_use, priced_without, saving
-from paraplan.report.diagnosis.records import COMPUTE, FILL_AND_DRAIN, OTHERS, PART_WORDS, RECOMPUTATION, Breakdown
+from paraplan.report.diagnosis.records import (
+    COMPUTE,
+    FILL_AND_DRAIN,
+    ISSUING,
+    OTHERS,
+    PART_WORDS,
+    RECOMPUTATION,
+    Breakdown,
+)
+from paraplan.report.diagnosis.sentences import part_words
 from paraplan.report.diagnosis.step_parts import breakdowns, step_parts
 from tests.captures import program_of
 
@@ -143,6 +152,25 @@ def test_delays_are_told_apart_from_rates() -> None:
     first, *others = faster(plan, made.programs, made.simulation)
     assert first.what == "launches" and first.saved_s == pytest.approx(made.simulation.step_s / 11, rel=1e-3)
     assert all(each.saved_s < 1e-3 * first.saved_s for each in others)
+
+
+def test_waiting_for_the_host_is_a_part_and_what_a_quicker_host_saves() -> None:
+    plan = pp.compile(Deep(), "local:1", example_inputs=(torch.zeros(1, 16),), recompute="none").data
+    made = realised(plan)
+    slow_host = msgspec.structs.replace(plan.cluster, groups=tuple(_with_host(each) for each in plan.cluster.groups))
+    plan = msgspec.structs.replace(plan, cluster=slow_host)
+    simulation = simulate_plan(plan, made.programs)
+    (told,) = breakdowns(plan, made.programs, simulation)
+    part = told.parts[0]
+    assert part.key == ISSUING and part.seconds > 0.99 * simulation.step_s
+    assert sum(each.seconds for each in told.parts) == pytest.approx(simulation.step_s, rel=1e-9)
+    assert "CUDA graphs" in part_words(told, part)
+    first, *_ = faster(plan, made.programs, simulation)
+    assert first.what == ISSUING and first.saved_s == pytest.approx(simulation.step_s / 11, rel=1e-2)
+
+
+def _with_host(group):  # type: ignore[no-untyped-def]
+    return msgspec.structs.replace(group, device=msgspec.structs.replace(group.device, issue_s=1.0))
 
 
 def _of_launches(group):  # type: ignore[no-untyped-def]

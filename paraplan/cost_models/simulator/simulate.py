@@ -6,7 +6,7 @@ times, so a class is simulated once, and a collective among them starts when any
 
 Each class is a `RankEngine` that takes its steps one at a time; `simulate` lets every engine run until it has ended or
 waits for a message whose other end has not got there yet (see `message_times`), and goes round until all have ended.
-Limits: host-side launch queues, contention between link levels and stragglers are not modelled.
+Limits: contention between link levels and stragglers are not modelled, nor that a host may wait for its device.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
 from paraplan.ir.machine.device import Device, Link
 from paraplan.ir.machine.reserves import cpu_reserves, cuda_reserves
 from paraplan.ir.process.cores import num_cores
-from paraplan.jobs.measuring.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
+from paraplan.jobs.measuring.measure import copy_bytes_per_s, issue_s, launch_s, matmul_flops_per_s
 from paraplan.jobs.measuring.topology import (
     JobTopology,
     in_node_link,
@@ -81,7 +81,7 @@ def detect(processes: int | None = None, env: Mapping[str, str] | None = None) -
             Gpu(torch.cuda.get_device_name(index), torch.cuda.get_device_properties(index).total_memory)
             for index in range(torch.cuda.device_count())
         )
-        return gpu_cluster(gpus, launch, environment)
+        return gpu_cluster(gpus, launch, environment, _rounded(issue_s("cuda")))
     count = processes if processes is not None else launch.processes_per_node or num_cores()
     if count < 1:
         raise ConstraintError(f"--processes {count}: at least 1")
@@ -93,9 +93,16 @@ def catalog_name(name: str) -> str | None:
     return next((kind for pattern, kind in _NAMES if re.search(pattern, name.strip(), re.IGNORECASE)), None)
 
 
-def gpu_cluster(gpus: tuple[Gpu, ...], launch: JobTopology, env: Mapping[str, str]) -> ClusterSpec:
+def gpu_cluster(
+    gpus: tuple[Gpu, ...], launch: JobTopology, env: Mapping[str, str], issue_s: float = 0.0
+) -> ClusterSpec:
     """Equal nodes of these devices.
 
+    Args:
+        gpus: of this node.
+        launch: what the launcher says of the job.
+        env: the environment.
+        issue_s: what this host takes to issue a kernel; 0.0: not known.
     Raises:
         ClusterError: they are of several kinds.
     """
@@ -116,7 +123,7 @@ def gpu_cluster(gpus: tuple[Gpu, ...], launch: JobTopology, env: Mapping[str, st
     group = NodeGroup(
         nodes=launch.nodes,
         devices_per_node=used,
-        device=gpu_device(gpus, entry),
+        device=msgspec.structs.replace(gpu_device(gpus, entry), issue_s=issue_s),
         in_node=found or _assumed(usual.in_node),
         host=_host(usual, pcie),
         disk=_assumed(usual.disk),

@@ -26,6 +26,7 @@ from paraplan.ir.plan import OPTIMIZERS
 from paraplan.ir.profile import UPDATE, VIEW, Measured, OpTime
 from paraplan.jobs.measuring.local_ops import LocalOp
 from paraplan.runtime.executing.instructions import decode_literal, is_factory, resolve
+from paraplan.runtime.executing.torch_private import hold_up
 from paraplan.runtime.executing.tracker import Ledger, Tracker
 
 SAMPLE_S = 2e-4
@@ -170,7 +171,7 @@ def _timed_cuda(run: Callable[[], object], calls: int) -> float:
     run()
     issue_s = time.perf_counter() - begun
     calls = max(1, min(calls, QUEUED))
-    torch.cuda._sleep(int(CYCLES_PER_S * min(calls * issue_s * 1.2, MOST_HELD_S)))
+    hold_up(min(calls * issue_s * 1.2, MOST_HELD_S))
     start.record()
     for _ in range(calls):
         run()
@@ -181,8 +182,8 @@ def _timed_cuda(run: Callable[[], object], calls: int) -> float:
 
 QUEUED = 100
 """Calls in a row; of a few kernels each they stay below the thousand that a stream takes before the host waits."""
-CYCLES_PER_S, MOST_HELD_S = 2e9, 0.05
-"""Of the clock that a device spins by, at most; and the longest it is held up."""
+MOST_HELD_S = 0.05
+"""The longest that a device is held up."""
 
 
 def _num_sets(op: LocalOp) -> int:

@@ -10,6 +10,7 @@ from paraplan.report.diagnosis.records import (
     COMPUTE,
     CONTRADICTS,
     FASTER,
+    ISSUING,
     NOT_FOUND,
     PART_WORDS,
     TOO_LARGE,
@@ -46,6 +47,8 @@ def part_words(told: Breakdown, part: StepPart) -> str:
     if part.key == COMPUTE:
         rows = [row for row in told.work if row.name != UPDATE_WORK]
         return ", ".join(f"{row.name} {show_seconds(row.seconds)}" for row in rows[:_CLASSES])
+    if part.key == ISSUING:
+        return "kernels shorter than it takes to issue them; steps replayed as CUDA graphs (cuda_graphs=True) have none"
     if not part.taken_s and not part.busy_s:
         return ""
     waited = f"waited {show_seconds(part.seconds - part.taken_s)}, compute taken {show_seconds(part.taken_s)}"

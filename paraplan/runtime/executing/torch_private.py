@@ -131,3 +131,12 @@ def set_group_timeout(limit: timedelta, group: dist.ProcessGroup | None = None) 
 def find_backend(name: str) -> Callable[..., Any]:
     """torch.compile's backend of that name."""
     return torch._dynamo.lookup_backend(name)  # type: ignore[no-any-return]
+
+
+CYCLES_PER_S = 2e9
+"""Of the clock that a CUDA device spins by, at most."""
+
+
+def hold_up(seconds: float) -> None:
+    """Have the current CUDA stream do nothing for so long; the host goes on."""
+    torch.cuda._sleep(int(CYCLES_PER_S * seconds))

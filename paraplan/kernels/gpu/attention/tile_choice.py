@@ -97,8 +97,9 @@ def shared_bytes(kernel: str, tiles: Tiles, of: Operands) -> int:
         "mask_grad": (0, (tiles.m + tiles.n) * row),
     }[kernel]
     own *= 1 + of.is_split
+    more = loop if of.is_split else loop // 2  # turned, for products that take either only one way round
     scores = (tiles.m + 8) * (tiles.n + 8) * (8 if of.element_bytes == 4 else 4)
-    return own + tiles.stages * (loop + tiles.m * tiles.n * of.mask_bytes + 8 * tiles.m) + scores + 2048
+    return own + more + tiles.stages * (loop + tiles.m * tiles.n * of.mask_bytes + 8 * tiles.m) + scores + 2048
 
 
 def shared_limit(device: torch.device) -> int:
