@@ -13,7 +13,7 @@ LIMITS = {8.0: 166912, 8.9: 101376, 9.0: HOPPER_BYTES, 10.0: 232448}
 
 
 @pytest.mark.parametrize("kernel", SMALL)
-@pytest.mark.parametrize"limit", LIMITS.values())
+@pytest.mark.parametrize("limit", LIMITS.values())
 def test_tiles_fit(kernel: str, limit: int) -> None:
     """Whatever the widths, the dtype and the mask; the smallest tiles are said to take more than they do."""
     for width, other, element, mask in itertools.product((16, 64, 128, 256), (16, 64, 128, 256), (2, 4), (0, 1, 4)):

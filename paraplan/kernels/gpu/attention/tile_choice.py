@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     Attributes:
         widths: of a row of queries or keys, and of values, padded.
         element_bytes, mask_bytes: of an element of them, and of the mask; 0 where there is none.
-        is_split: whether products in float32 read two parts of their operands from shared memory.
+        is_split: whether products in float32 are of operands split into parts in TF32.
     """
 
     widths: tuple[int, int]
@@ -67,7 +67,7 @@ SPLIT: Sizes = {
     "query_grads": ((64, 32, 4, 2),),
     "mask_grad": ((64, 32, 4, 2),),
 }
-"""Float32 in products of three in TF32 from compute capability 9 on: the largest without spilled registers, at 64."""
+"""Float32 in products of three in TF32: the largest that spill no registers on Hopper, of rows of 64."""
 SMALL: Sizes = {
     "forward": ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
     "key_grads": ((32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
