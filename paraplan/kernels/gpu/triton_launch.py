@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paraplan.ir.process.memo import SESSION
 from paraplan.kernels.torch_private import is_fake
 
 ALIGNED = 16
@@ -20,6 +21,9 @@ ALIGNED = 16
 
 KEPT_LAUNCHES = 4096
 """Prepared launches a function keeps, the last used ones."""
+
+_COMPILED: dict[tuple[object, ...], Callable[..., None]] = SESSION.owned("kernels.gpu.triton_launch.compiled", {})
+"""What `launch` launched, by all that Triton would ask: the kernel, the device, and what the arguments are."""
 
 _LIBRARY = torch.library.Library("paraplan_gpu", "DEF")
 _LIBRARY.define("launch(Tensor[] read, Tensor(a!)[] written, str name) -> ()")
@@ -49,9 +53,20 @@ def launch(
         warps: of a program.
         stages: iterations of its loops whose loads are in flight at once; as Triton chooses where 0.
     """
-    if 0 not in grid and not noted(written[0], read, written, kernel.fn.__name__):
-        options = {"num_stages": stages} if stages else {}
-        kernel[grid](*args, num_warps=warps, **options)
+    if 0 in grid or noted(written[0], read, written, kernel.fn.__name__):
+        return
+    kinds = [(x.dtype, x.data_ptr() % ALIGNED) if isinstance(x, Tensor) else x for x in args]
+    key = kernel.fn, grid, warps, stages, written[0].get_device(), *map(type, args), *kinds
+    found = _COMPILED.get(key)
+    if found is not None:
+        found(*[x.data_ptr() if isinstance(x, Tensor) else x for x in args])
+        return
+    options = {"num_stages": stages} if stages else {}
+    compiled = kernel[grid](*args, num_warps=warps, **options)
+    if compiled is not None:  # it is None in Triton's interpreter
+        if len(_COMPILED) >= KEPT_LAUNCHES:
+            _COMPILED.clear()
+        _COMPILED[key] = compiled[(*grid, 1, 1)[:3]]
 
 
 class Prepared:
