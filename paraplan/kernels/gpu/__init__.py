@@ -19,6 +19,10 @@ _MODULES = {
     ("paraplan.constant", "kept"): "constant_tensors",
     ("paraplan.embedding", "aten"): "rows.lookup",
     ("paraplan.embedding_grad", "aten"): "rows.lookup",
+    **{
+        (f"paraplan.{name}", "channels_last"): "convolutions"
+        for name in ("conv", "conv_grad_input", "conv_grad_weight")
+    },
     ("paraplan.experts", "grouped"): "rows.experts",
     ("paraplan.experts_grad", "grouped"): "rows.experts",
     ("paraplan.linear_grad_weight", "wide"): "products",
