@@ -59,7 +59,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "all fetched": {"offload_states": "all-fetched"},
     "states on disk": {"offload_states": "disk"},
     "all on disk, gradients too": {"offload_states": "disk-all-grads"},
-    "activations on host": {"offload": "host", "share": 0.6},
+    "activations on host": {"offload": "host", "recompute": "none", "share": 0.6},
 }
 
 
@@ -81,7 +81,8 @@ def copies(place: Place, where: str) -> Row:
     return {
         "error": error,
         "note": f"tiers {away.prediction.tier_peak_bytes}",
-        "failures": [] if error < 1e-5 else [f"losses {found}, on the device {wanted}"],
+        "failures": ([] if error < 1e-5 else [f"losses {found}, on the device {wanted}"])
+        + ([] if any(away.prediction.tier_peak_bytes.values()) else ["nothing is kept elsewhere"]),
     }
 
 

@@ -292,7 +292,7 @@ def rate_of(device: Device, dtype: str) -> float:
 
 TURNING, TURNS = 4, 3
 """Traffic of a byte turned channels last, in bytes of other copies: read and written, at half their rate; and how many
-tensors are. With both 89 convolutions of a ResNet take 0.95 of what an H200 took for them in the median, without 0.4."""
+tensors are. With both, convolutions of a ResNet take 0.95 of what an H200 took for them in the median, without 0.4."""
 _CONVOLUTIONS = frozenset({"paraplan.conv", "paraplan.conv_grad_input", "paraplan.conv_grad_weight"})
 
 
