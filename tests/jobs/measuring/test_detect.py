@@ -10,6 +10,7 @@ from paraplan.cost_models.machine.device_catalog import CATALOG
 from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.jobs.measuring import detect as module
+from paraplan.jobs.measuring import measure
 from paraplan.jobs.measuring.detect import Gpu, catalog_name, cpu_cluster, detect, gpu_cluster, visible
 from paraplan.jobs.measuring.measure import copy_bytes_per_s, launch_s, matmul_flops_per_s
 from paraplan.jobs.measuring.topology import JobTopology
@@ -33,8 +34,9 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Says:
 def test_a_node_of_known_gpus(says: Says) -> None:
     says(topologies.DGX_H100, "5, 16\n" * 4)
     gpus = (*[Gpu("NVIDIA H100 80GB HBM3", 84_900_000_000)] * 3, Gpu("NVIDIA H100 80GB HBM3", 84_000_000_000))
-    cluster = gpu_cluster(gpus, JobTopology(nodes=2, processes_per_node=4, source="torchrun"), {})
+    cluster = gpu_cluster(gpus, JobTopology(nodes=2, processes_per_node=4, source="torchrun"), {}, 2.8e-5)
     (group,) = cluster.groups
+    assert group.device.issue_s == 2.8e-5
     assert (group.nodes, group.devices_per_node, cluster.name) == (2, 4, "detected 4xH100:2")
     assert group.device.memory_bytes == 84_000_000_000  # of the smallest, as the driver says
     assert group.device.flops_per_s == CATALOG["H100"].device.flops_per_s
@@ -99,6 +101,11 @@ def test_measurements_are_rates_of_this_machine() -> None:
     assert flops is not None and 1e7 < flops < 1e15
     assert 1e7 < copy_bytes_per_s(seconds=0.01, nbytes=1 << 22) < 1e13
     assert 1e-8 < launch_s(seconds=0.01) < 1e-1
+
+
+def test_a_cpu_runs_what_it_issues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "launch_s", lambda device, seconds: 1e-5)
+    assert measure.issue_s("cpu") == 0.0 and measure.issue_s("cuda") == pytest.approx(measure.IN_A_STEP * 1e-5)
 
 
 @pytest.fixture
