@@ -14,6 +14,7 @@ from paraplan.ir.errors import CodegenError
 from paraplan.ir.process.memo import SESSION
 
 _MODULES = {
+    ("aten.sum.dim_IntList", "in_blocks"): "sums",
     ("paraplan.dropout", "triton"): "random",
     ("paraplan.uniform", "triton"): "random",
     ("paraplan.constant", "kept"): "constant_tensors",
@@ -66,4 +67,4 @@ def kernel(target: str, name: str) -> Callable[..., Any]:
             f"{target} runs as a Triton kernel here, and {missing.name} is not installed (torch for CUDA brings it): "
             "pip install triton"
         ) from missing
-    return getattr(found, target.removeprefix("paraplan."))  # type: ignore[no-any-return]
+    return getattr(found, target.removeprefix("paraplan.").replace(".", "_"))  # type: ignore[no-any-return]

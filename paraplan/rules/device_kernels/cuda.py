@@ -9,7 +9,7 @@ from paraplan.ir.execution.rank_program import SUMMED, LocalValue
 from paraplan.ir.machine.kernel_choice import Kernel, OpCall, norm_splits, offer, whole_splits
 from paraplan.ir.model.strides import is_contiguous, view_strides
 from paraplan.ir.model.tensor import DTYPE_BYTES
-from paraplan.rules.device_kernels import cuda_conv  # noqa: F401  (records its kernels)
+from paraplan.rules.device_kernels import cuda_conv, cuda_sums  # noqa: F401  (record their kernels)
 from paraplan.rules.device_kernels.cuda_attention import HALF
 from paraplan.rules.layers.float8 import num_parts
 from paraplan.rules.workspace.expert_workspace import grouped_experts, grouped_experts_grad, pieces
