@@ -64,12 +64,17 @@ def shard_batch(
     return found
 
 
+def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of the host that a device copies from while the host goes on."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
 def _within_reach(parts: Sequence[Tensor], device: str, dtype: torch.dtype) -> Tensor:
     """Microbatches as one tensor on the device; for CUDA, what is in the host's memory is copied once to memory of its
     own there, pinned, so that no copy of it blocks and nobody else writes to what is still to be copied."""
     if device != "cuda" or parts[0].is_cuda:
         return torch.stack(list(parts)).to(device, dtype)
-    held = torch.empty((len(parts), *parts[0].shape), dtype=dtype, pin_memory=True)
+    held = pinned((len(parts), *parts[0].shape), dtype)
     for mine, part in zip(held, parts, strict=True):
         mine.copy_(part)
     return held

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paraplan.runtime import batch as batch_module
 from paraplan.runtime.batch import ShardedBatch, microbatches, shard_batch
 from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.optimizers.prefetch import Ahead
@@ -129,7 +130,11 @@ def test_a_batch_for_cuda_is_pinned_and_copied_without_waiting(monkeypatch: pyte
             args = ("cpu", *args[1:])
         return to(x, *args, **kwargs)
 
-    monkeypatch.setattr(Tensor, "pin_memory", lambda x: (pinned.append(x), x)[1])
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        pinned.append(torch.empty(shape, dtype=dtype))
+        return pinned[-1]
+
+    monkeypatch.setattr(batch_module, "pinned", empty)
     monkeypatch.setattr(Tensor, "to", noted)
     batch = shard_batch(plan, stage, (0,) * len(stage.mesh.shape), plans.batch(0), "cuda")
     assert not asked and len(pinned) == len(batch) == len(stage.batch)

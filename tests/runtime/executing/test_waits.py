@@ -23,6 +23,7 @@ from paraplan.jobs.checking.without_device import dispatched_methods
 from paraplan.jobs.measuring.local_ops import whole_plan
 from paraplan.kernels.torch_private import fake_mode
 from paraplan.lowering import lower
+from paraplan.runtime import batch as batch_module
 from paraplan.runtime.executing.torch_private import TorchDispatchMode, tree_leaves
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport import collectives, row_counts
@@ -91,7 +92,7 @@ def pretended() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None)  # no driver to start
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(Tensor, "pin_memory", lambda x: x)
+        patch.setattr(batch_module, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
         patch.setattr(Tensor, "to", _to)
         with fake_mode(), dispatched_methods():
             yield

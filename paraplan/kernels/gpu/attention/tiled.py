@@ -28,6 +28,7 @@ from paraplan.kernels.gpu.attention.tile_choice import Operands, Tiles, choose_t
 from paraplan.kernels.gpu.attention.tile_parts import Call, Fixed
 from paraplan.kernels.gpu.random import slot_key, threshold_and_scale
 from paraplan.kernels.gpu.triton_launch import KEPT_LAUNCHES, Prepared, row_major
+from paraplan.kernels.torch_private import is_fake
 
 DELTA_ROWS = 32
 
@@ -80,6 +81,11 @@ class _Kernels:
         rest = *strides, self.masks, self.call, self.fixed._replace(m=tiles.m, n=tiles.n)
         kernel = getattr(tile_kernels, f"_{name}")
         return Prepared(kernel, grid, rest, num_written, tiles.warps, tiles.stages)
+
+
+def _asked(q: Tensor) -> torch.device:
+    """The device that is asked what it has: none for tensors without data, which may be of one that is not there."""
+    return torch.device("meta") if is_fake(q) else q.device
 
 
 def _precision(dtype: torch.dtype, device: torch.device) -> str:
@@ -166,7 +172,7 @@ def attention(
     q, k, v, mask = _unit(q), _unit(k), _unit(v), _columns(mask, k.shape[2], starts[3])
     of_mask = None if mask is None else _operand(mask)
     call = p, slot, causal, scale, tuple(whole), tuple(starts)
-    launch, strides = _forward(_operand(q), _operand(k), _operand(v), of_mask, q.device, *call)
+    launch, strides = _forward(_operand(q), _operand(k), _operand(v), of_mask, _asked(q), *call)
     b, h, s, _ = q.shape
     out = torch.empty_strided((b, h, s, v.shape[-1]), strides, dtype=q.dtype, device=q.device)
     lse = torch.empty((b, h, s), dtype=torch.float32, device=q.device)
@@ -204,7 +210,7 @@ def attention_grad(
         _operand(k),
         _operand(v),
         of_mask,
-        q.device,
+        _asked(q),
         p,
         slot,
         causal,
