@@ -89,6 +89,15 @@ def is_heavy(target: object) -> bool:
     )
 
 
+def _is_outer(node: fx.Node) -> bool:
+    """Whether a product contracts a dim of size 1, and is no more work than a broadcast multiplication (the angles of
+    rotary embeddings, in some versions of transformers)."""
+    if aten_name(node.target) not in ("mm", "bmm", "matmul"):
+        return False
+    left, right = (value_of(x) for x in node.all_input_nodes * (2 // len(node.all_input_nodes)))
+    return min(left.dim(), right.dim()) > 1 and left.shape[-1] == 1
+
+
 def flows(graph: fx.Graph, names: dict[fx.Node, str], trainable: Callable[[str], bool]) -> dict[fx.Node, Flow]:
     """The flow of every node.
 
@@ -119,5 +128,5 @@ def _joined(node: fx.Node, sources: Iterable[Flow]) -> Flow:
         carries=floats and not stops and any(source.carries for source in sources),
         param=any(source.param for source in sources),
         batch=any(source.batch for source in sources),
-        heavy=is_heavy(node.target) or any(source.heavy for source in sources),
+        heavy=(is_heavy(node.target) and not _is_outer(node)) or any(source.heavy for source in sources),
     )

@@ -183,13 +183,8 @@ def export_loss(
     narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())
     with mode, narrow, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
         try:
-            with (
-                no_outside_numbers(),
-                NoOutsideGradients(),
-                Decided(),
-                reading.watching(),
-                loops_followed(model, loss_fn, loops),
-            ):
+            outside = no_outside_numbers(), NoOutsideGradients(), Decided()
+            with outside[0], outside[1], outside[2], reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
             _keep_no_grad(program.graph_module)

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import PurePath
+from typing import Any
+
+from torch import Tensor
 
 from paraplan.capture.exporting.hf_experts import experts_forward
 
@@ -55,6 +59,37 @@ def old_mixture(fault: BaseException) -> str:
 _MIXTURES = ("expert", "moe")
 
 
+def _broadcast_masks(masking: Any) -> Callable[..., Callable[..., Tensor]]:
+    """In place of `_vmap_for_bhqkv` of transformers 4.53 to 4.57, which export cannot follow: masks that are functions
+    of indices are computed for all indices at once, as later versions do."""
+
+    vmapped = masking._vmap_for_bhqkv
+    to_index = getattr(masking, "TransformGetItemToIndex", nullcontext)
+
+    def expanded(mask: Callable[..., Tensor], bh_indices: bool = True) -> Callable[..., Tensor]:
+        def mapped(*indices: Tensor) -> Tensor:
+            with to_index():
+                return vmapped(mask, bh_indices)(*indices)  # type: ignore[no-any-return]
+
+        def whole(*indices: Tensor) -> Tensor:
+            placed = [x.view([-1 if at == dim else 1 for at in range(4)]) for dim, x in enumerate(indices)]
+            return mask(*placed).expand([len(x) for x in indices])
+
+        return whole if bh_indices and _is_of_indices(mask) else mapped
+
+    return expanded
+
+
+def _is_of_indices(mask: object) -> bool:
+    """Whether a mask is one of transformers' own, which compare and look up indices one by one, or is made of such."""
+    if isinstance(mask, tuple):
+        return all(map(_is_of_indices, mask))
+    if not isinstance(mask, types.FunctionType):
+        return not callable(mask)
+    held = [cell.cell_contents for cell in mask.__closure__ or ()]
+    return mask.__module__ == "transformers.masking_utils" and all(map(_is_of_indices, held))
+
+
 @contextmanager
 def eager_masks(batch_names: Collection[str]) -> Iterator[None]:
     """Patches masks and experts for the length of an export; does nothing where transformers is not loaded.
@@ -72,6 +107,9 @@ def eager_masks(batch_names: Collection[str]) -> Iterator[None]:
     if "position_ids" not in batch_names:
         patches.append((masking, "find_packed_sequence_indices", _nothing))
     patches.append((interface, "get_interface", _experts))
+    if hasattr(masking, "_vmap_for_bhqkv"):
+        patches.append((masking, "_vmap_for_bhqkv", _broadcast_masks(masking)))
+        patches.append((masking, "TransformGetItemToIndex", nullcontext))  # of use to vmap alone
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patches if hasattr(owner, name)]
     try:
         for owner, name, new in patches:

@@ -15,8 +15,9 @@ from paraplan.capture.python_state.aliases import names_of
 from paraplan.capture.python_state.carried_attributes import Changed, refuse_carried
 from paraplan.capture.python_state.dynamic import Attribute
 from paraplan.capture.python_state.reading import Reading, Reads, values_set
+from paraplan.capture.python_state.values import text_of
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import FakeTensorMode
+from paraplan.kernels.torch_private import FakeTensorMode, OpOverload
 
 T = TypeVar("T")
 
@@ -45,26 +46,30 @@ class _Once(NamedTuple):
     @property
     def outcome(self) -> tuple[str, Sequence[Changed]]:
         """The graph as text, and what forward changed."""
-        return _text(self.exported.graph), self.reading.changes
+        return _text(self.exported), self.reading.changes
 
 
-def _text(graph: fx.Graph) -> str:
-    """What a graph computes, whatever its nodes are called; what no output needs is left out."""
+def _text(exported: Exported) -> str:
+    """What an export computes, whatever its nodes are called; what no output needs is left out."""
+    graph = exported.graph
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in live or node.op in ("placeholder", "output") or node.is_impure():
             live |= {node, *node.all_input_nodes}
-    numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(n for n in graph.nodes if n in live)}
-
-    def numbered(node: fx.Node) -> str:
-        return f"%{numbers[node]}"
-
-    lines = []
+    numbers = {node: number for number, node in enumerate(node for node in graph.nodes if node in live)}
+    lines = [f"{exported.losses} {exported.outputs}"]
     for node, number in numbers.items():
-        target = node.name if node.op == "placeholder" else node.target
-        given = fx.map_arg((node.args, node.kwargs), numbered)
-        lines.append(f"%{number} = {node.op} {target} {given}")
+        given = fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}")
+        lines.append(f"%{number} = {_called(node, exported)} {given}")
     return "\n".join(lines)
+
+
+def _called(node: fx.Node, exported: Exported) -> str:
+    if node.op == "placeholder":
+        name = exported.names[node]
+        constant = exported.constants.get(name.removeprefix("constant:")) if name.startswith("constant:") else None
+        return name if constant is None else f"constant {text_of(constant)}"
+    return str(node.target) if isinstance(node.target, str | OpOverload) else node.target.__name__
 
 
 def trace_model(

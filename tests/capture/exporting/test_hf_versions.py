@@ -54,6 +54,36 @@ def test_tokens_of_experts_are_counted_as_in_eager(version: str) -> None:
     assert_trains_as_eager(Balanced(COUNTS[version]), BATCH)
 
 
+ANGLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "5.17": lambda rates, steps: (rates[None, :, None] @ steps[None, None, :]).transpose(1, 2),
+    "5.23": lambda rates, steps: steps[None, :, None] * rates,
+}
+
+
+class Rotated(nn.Module):
+    """Layers that all read the cosines of one table of angles."""
+
+    def __init__(self, angles: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.angles = angles
+        self.register_buffer("rates", torch.rand(HIDDEN))
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        turned = self.angles(self.rates, torch.arange(TOKENS).to(self.rates.dtype)).cos()[0]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * turned
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("version", ANGLES)
+def test_angles_are_made_in_every_layer(version: str) -> None:
+    torch.manual_seed(0)
+    program = assert_trains_as_eager(Rotated(ANGLES[version]), BATCH)
+    assert (len(program.segments), len(program.kinds)) == (5, 3)
+
+
 class Experts(nn.Module):
     """Experts with the attributes that transformers gives them, of which there were fewer before 5.10."""
 
@@ -149,3 +179,60 @@ def test_a_mixture_of_earlier_transformers_is_refused_by_version(
     with pytest.raises(CaptureError, match=r"in forward: .*depends on tensor data") as fault:
         capture(Looped(), BATCH)
     assert ("transformers 5.1 and later, and this is 4.57.6" in str(fault.value)) is said
+
+
+MASKS = """
+import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+def _vmap_for_bhqkv(mask_function, bh_indices=True):
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        mask_function = torch.vmap(mask_function, in_dims=dims, out_dims=0)
+    return mask_function
+
+def and_masks(*masks):
+    def both(b, h, q, kv):
+        result = q.new_ones((), dtype=torch.bool)
+        for mask in masks:
+            result = result & mask(b, h, q, kv)
+        return result
+    return both
+
+def causal(b, h, q, kv):
+    return kv <= q
+
+def padded(mask):
+    return lambda b, h, q, kv: mask[b, kv]
+
+def made(size, length, mask):
+    with TransformGetItemToIndex():
+        return _vmap_for_bhqkv(mask)(torch.arange(size), torch.arange(1), torch.arange(length), torch.arange(length))
+"""
+
+
+class Masked(nn.Module):
+    """Attention under a mask of one's own, or of none, beside those of transformers 4.57."""
+
+    def __init__(self, own: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.up, self.own = nn.Linear(HIDDEN, HIDDEN), own
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """A loss."""
+        masking, q = sys.modules["transformers.masking_utils"], self.up(x)[:, None]
+        own = () if self.own is None else (self.own,)
+        both = masking.made(*mask.shape, masking.and_masks(masking.causal, masking.padded(mask > 0), *own))
+        return F.scaled_dot_product_attention(q, q, q, both).pow(2).mean()
+
+
+def test_masks_that_are_mapped_over_indices_are_those_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    masking = types.ModuleType("transformers.masking_utils")
+    exec(MASKS, vars(masking))
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masking)
+    mask = torch.ones(4, TOKENS, dtype=torch.int64)
+    mask[1, 5:] = 0
+    batch = {"x": torch.randn(4, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)), "mask": mask}
+    torch.manual_seed(0)
+    assert_trains_as_eager(Masked(None), batch)
+    with pytest.raises(CaptureError, match=r"a transform of torch\.func"):
+        capture(Masked(lambda b, h, q, kv: (kv > q - 3).any()), batch)

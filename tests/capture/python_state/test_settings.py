@@ -437,6 +437,29 @@ def _first(self: Any, h: Tensor) -> Tensor:
     return h
 
 
+def _number(self: Any, h: Tensor) -> Tensor:
+    factor = torch.tensor(1.0 if self.cache is None else 2.0)
+    self.cache = 1
+    return h * factor
+
+
+class Straight(torch.autograd.Function):
+    """The identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _own(self: Any, h: Tensor) -> Tensor:
+    self.steps += 1
+    return Straight.apply(h)
+
+
 def _keep(self: Any, h: Tensor) -> Tensor:
     if self.cache is None:
         self.cache = h.detach() * 2
@@ -457,6 +480,7 @@ def _settle(self: Any, h: Tensor) -> Tensor:
         (_remember, "cache"),
         (_recall, "log"),
         (_first, "cache"),
+        (_number, "cache"),
     ],
 )
 def test_what_is_carried_from_step_to_step_is_refused(how: Callable[[Any, Tensor], Tensor], name: str) -> None:
@@ -464,7 +488,7 @@ def test_what_is_carried_from_step_to_step_is_refused(how: Callable[[Any, Tensor
         capture_with_reads(Carries(how), {"x": torch.randn(8, 4)})
 
 
-@pytest.mark.parametrize("how", [_count, _collect, _settle, _keep])
+@pytest.mark.parametrize("how", [_count, _collect, _settle, _keep, _own])
 def test_what_is_only_counted_or_steady_is_warned_of(how: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.warns(UserWarning, match="nothing in a step depends on that"):
         capture_with_reads(Carries(how), {"x": torch.randn(8, 4)})
