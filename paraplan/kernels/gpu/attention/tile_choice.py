@@ -82,8 +82,7 @@ def shared_bytes(kernel: str, tiles: Tiles, of: Operands) -> int:
     """An upper bound of the shared memory that Triton gives a kernel.
 
     Its own rows, the rows of every stage of its loop, the mask's tile likewise, one tile of scores (two in float32) and
-    what it holds of every row; in float32 its own rows and one stage's once more, else half
-    of a stage's.
+    what it holds of every row; in float32 its own rows and one stage's once more, else half a stage's.
 
     Args:
         kernel: "forward", "key_grads", "query_grads" or "mask_grad".
