@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     Attributes:
         widths: of a row of queries or keys, and of values, padded.
         element_bytes, mask_bytes: of an element of them, and of the mask; 0 where there is none.
-        is_split: whether products in float32 are of operands split into parts in TF32.
+        is_split: whether products in float32 read two parts of their operands from shared memory.
     """
 
     widths: tuple[int, int]
@@ -51,7 +51,7 @@ WIDE: Sizes = {
     "forward": ((64, 64, 4, 3), (64, 64, 4, 2)),
     "key_grads": ((64, 128, 8, 3), (64, 64, 4, 2)),
     "query_grads": ((128, 64, 8, 3), (64, 64, 4, 2)),
-    "mask_grad": ((64, 64, 4, 2),),
+    "mask_grad": ((128, 64, 8, 2), (64, 64, 4, 2)),
 }
 """Rows of at most 128."""
 WIDEST: Sizes = {
@@ -67,7 +67,7 @@ SPLIT: Sizes = {
     "query_grads": ((64, 32, 4, 2),),
     "mask_grad": ((64, 32, 4, 2),),
 }
-"""Float32 in products of three in TF32: the largest that spill no registers on Hopper, of rows of 64."""
+"""Float32 in products of three in TF32 from compute capability 9 on: the largest without spilled registers, at 64."""
 SMALL: Sizes = {
     "forward": ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
     "key_grads": ((32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
@@ -82,7 +82,7 @@ def shared_bytes(kernel: str, tiles: Tiles, of: Operands) -> int:
     """An upper bound of the shared memory that Triton gives a kernel.
 
     Its own rows, the rows of every stage of its loop, the mask's tile likewise, one tile of scores (two in float32) and
-    what it holds of every row; its own rows twice where they are split.
+    what it holds of every row; in float32 its own rows and one stage's once more, else half a stage's.
 
     Args:
         kernel: "forward", "key_grads", "query_grads" or "mask_grad".
@@ -96,10 +96,12 @@ def shared_bytes(kernel: str, tiles: Tiles, of: Operands) -> int:
         "query_grads": (tiles.m * row, tiles.n * row),
         "mask_grad": (0, (tiles.m + tiles.n) * row),
     }[kernel]
-    own *= 1 + of.is_split
-    more = loop if of.is_split else loop // 2  # turned, for products that take either only one way round
+    if of.element_bytes == 4:  # split into parts in TF32, and turned, for products take either only one way round
+        own = 2 * own + loop
+    else:
+        own += loop // 2
     scores = (tiles.m + 8) * (tiles.n + 8) * (8 if of.element_bytes == 4 else 4)
-    return own + more + tiles.stages * (loop + tiles.m * tiles.n * of.mask_bytes + 8 * tiles.m) + scores + 2048
+    return own + tiles.stages * (loop + tiles.m * tiles.n * of.mask_bytes + 8 * tiles.m) + scores + 2048
 
 
 def shared_limit(device: torch.device) -> int:

@@ -61,15 +61,13 @@ class _Kernels:
             h, g, s, t, float(call.scale), slot_key(call.slot), call.global_shape[1], call.global_shape[2], *call.starts
         )
         of_mask = (mask is not None, mask is not None and mask.dtype == torch.bool)
-        precision = _precision(q.dtype, device)
+        precision, is_split = _precision(q.dtype, device)
         self.fixed = Fixed(d, e, *widths, *threshold_and_scale(call.p), *of_mask, call.causal, call.p > 0, precision)
         self.masks: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             self.masks = tuple(stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.strides, strict=True))
         self.limit = shared_limit(device)
-        self.operands = Operands(
-            widths, q.dtype.itemsize, 0 if mask is None else mask.dtype.itemsize, precision == "tf32x3"
-        )
+        self.operands = Operands(widths, q.dtype.itemsize, 0 if mask is None else mask.dtype.itemsize, is_split)
 
     def tiles(self, name: str) -> Tiles:
         """Of the kernel of that name."""
@@ -88,10 +86,14 @@ def _asked(q: Tensor) -> torch.device:
     return torch.device("meta") if is_fake(q) else q.device
 
 
-def _precision(dtype: torch.dtype, device: torch.device) -> str:
-    """Of products in float32: of three in TF32 where a device has them."""
-    has = device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 8
-    return "tf32x3" if dtype == torch.float32 and has else "ieee"
+def _precision(dtype: torch.dtype, device: torch.device) -> tuple[str, bool]:
+    """Of products in float32, of three in TF32 where a device has them; and whether these read what they split from
+    shared memory: from compute capability 9 on, which is also taken where there is no device."""
+    capability = (
+        torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.cuda.is_available() else 9
+    )
+    three = dtype == torch.float32 and capability >= 8
+    return "tf32x3" if three else "ieee", three and capability >= 9
 
 
 @SESSION.cached(most=KEPT_LAUNCHES)
