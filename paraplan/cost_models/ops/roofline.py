@@ -31,7 +31,7 @@ from paraplan.ir.model.graph import Arg
 from paraplan.ir.model.tensor import DTYPE_BYTES, FLOATS
 from paraplan.ir.profile import Spec
 from paraplan.ir.struct import Value
-from paraplan.rules.device_kernels.cuda_conv import turned_bytes
+from paraplan.rules.device_kernels.cuda_conv import CONVOLUTIONS, turned_bytes
 
 
 class OpWork(Value, frozen=True, kw_only=True):
@@ -223,7 +223,7 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
             narrow=found.narrow,
             shape=found.shape,
             copied_bytes=copied,
-            turned_bytes=turned_bytes(name, inputs, outputs) if name in _CONVOLUTIONS else 0,
+            turned_bytes=turned_bytes(name, inputs, outputs) if name in CONVOLUTIONS else 0,
         )
     if name in _ROW_READERS:
         read += write - (nbytes(inputs[0]) if inputs else 0)
@@ -293,7 +293,6 @@ def rate_of(device: Device, dtype: str) -> float:
 TURNING, TURNS = 4, 3
 """Traffic of a byte turned channels last, in bytes of other copies: read and written, at half their rate; and how many
 tensors are. With both, convolutions of a ResNet take 0.95 of what an H200 took for them in the median, without 0.4."""
-_CONVOLUTIONS = frozenset({"paraplan.conv", "paraplan.conv_grad_input", "paraplan.conv_grad_weight"})
 
 
 def op_time_s(work: OpWork, device: Device) -> float:

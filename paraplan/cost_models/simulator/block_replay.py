@@ -211,11 +211,10 @@ class Running:
         self.issue_s += issue_s
         self.issued_s = max(self.issued_s, self.issue_s) + seconds
 
-    def end(self, events: list[Event]) -> None:
-        """Enter what there is as a run, and begin anew."""
-        if self.seconds or self.issue_s:
-            events.append(Run(self.seconds, self.issue_s, self.issued_s))
-        self.__init__()  # type: ignore[misc]
+    @property
+    def runs(self) -> list[Event]:
+        """These ops as one event; nothing where there are none."""
+        return [Run(self.seconds, self.issue_s, self.issued_s)] if self.seconds or self.issue_s else []
 
 
 def compile_time(block: Block, costs: Costs) -> TimeBlock:
@@ -237,7 +236,8 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
         if instr.kind is InstrKind.OP:
             run.add(seconds, 0.0 if index in fused else costs.issue_s(block, instr))
             continue
-        run.end(events)
+        events += run.runs
+        run = Running()
         if instr.issues:
             name = instr.outs[0] or ""
             issued.add(name)
@@ -250,7 +250,7 @@ def compile_time(block: Block, costs: Costs) -> TimeBlock:
                 raise CostModelError(f"block {block.name}: waits for {name!r}, which nothing issued")
             waited.add(name)
             events.append(Wait(name))
-    run.end(events)
+    events += run.runs
     results = (*block.outputs, *block.saved)
     return TimeBlock(
         events=tuple(events),

@@ -9,37 +9,42 @@ benchmarks.gpu --only "^inside"`), to 1 MB; weights' gradients take up to a fift
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from paraplan.ir.execution.rank_program import LocalValue
 from paraplan.ir.machine.kernel_choice import Kernel, OpCall, offer
 from paraplan.ir.model.strides import is_contiguous
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.profile import Spec
+from paraplan.rules.device_kernels.cuda_attention import HALF
 from paraplan.rules.workspace import vision_workspace
 
-HALF = frozenset({"bfloat16", "float16"})
 CHANNELS = 8
 PARTIAL_SUMS = 1.2
 _TRANSPOSED = 6
+
+
+_Roles = Callable[[Sequence[Spec], Spec], tuple[Spec, Spec, Spec]]
+_ROLES: dict[str, _Roles] = {
+    "paraplan.conv": lambda given, out: (given[0], given[1], out),
+    "paraplan.conv_grad_input": lambda given, out: (out, given[1], given[0]),
+    "paraplan.conv_grad_weight": lambda given, out: (given[1], out, given[0]),
+}
+"""Input, weight and output of the convolution, among what each op is given and makes."""
+CONVOLUTIONS = frozenset(_ROLES)
 
 
 def turned_bytes(target: str, inputs: Sequence[Spec], outputs: Sequence[Spec | None]) -> int:
     """Bytes of the channels-last copies of a convolution's input, weight and output; 0 where it makes none.
 
     Args:
-        target: `paraplan.conv`, `paraplan.conv_grad_input` or `paraplan.conv_grad_weight`.
+        target: of `CONVOLUTIONS`.
         inputs, outputs: its tensors.
     """
     out = outputs[0]
     if out is None or inputs[0].dtype not in HALF or len(out.shape) < 4:
         return 0
-    x, w, y = {
-        "paraplan.conv": lambda: (inputs[0], inputs[1], out),
-        "paraplan.conv_grad_input": lambda: (out, inputs[1], inputs[0]),
-        "paraplan.conv_grad_weight": lambda: (inputs[1], out, inputs[0]),
-    }[target]()
+    x, w, y = _ROLES[target](inputs, out)
     if math.prod(w.shape[2:]) == 1 and x.shape[2:] == y.shape[2:]:
         return 0
     return sum(map(_padded, (x, w, y)))
@@ -54,7 +59,7 @@ def _values(call: OpCall) -> tuple[list[LocalValue], list[LocalValue | None]]:
     return [x for x in call.inputs if x is not None], list(call.outputs)
 
 
-def _fits(target: str) -> Any:
+def _fits(target: str) -> Callable[[OpCall], bool]:
     """Whether something is copied: row-major tensors in half precision."""
 
     def fits(call: OpCall) -> bool:
@@ -65,7 +70,7 @@ def _fits(target: str) -> Any:
     return fits
 
 
-def _workspace(target: str) -> Any:
+def _workspace(target: str) -> Callable[[OpCall], int]:
     def workspace(call: OpCall) -> int:
         inputs, outputs = _values(call)
         made = turned_bytes(target, inputs, outputs)
@@ -79,5 +84,5 @@ def _workspace(target: str) -> Any:
     return workspace
 
 
-for _target in ("paraplan.conv", "paraplan.conv_grad_input", "paraplan.conv_grad_weight"):
+for _target in _ROLES:
     offer("cuda", _target, Kernel("channels_last", _fits(_target), lambda call: 1, _workspace(_target)))
