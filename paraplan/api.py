@@ -30,7 +30,8 @@ from paraplan.ir.profile import Profile
 from paraplan.jobs.files import profile_for, read_plan, write_plan
 from paraplan.jobs.run_options import ExecutionKeywords, ExecutionOptions
 from paraplan.jobs.versions import library_versions
-from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.lowering import lower
+from paraplan.lowering.verification.verify_plan import check_plan
 from paraplan.plan_options import CompileOptions, JobOptions
 from paraplan.planner.constraints import Constraints
 from paraplan.report.explain import Explanation, explain, summary
@@ -54,6 +55,7 @@ _PARTS = {
     "capture_with_reads": "paraplan.capture.capture",
     "plan_by": "paraplan.baselines.planners",
     "check_planner": "paraplan.baselines.planners",
+    "programs_of": "paraplan.planner.schedules.full_rounds",
     "Job": "paraplan.planner.assemble",
     "hf_batch": "paraplan.jobs.models",
     "model_ref": "paraplan.jobs.models",
@@ -72,13 +74,14 @@ class Plan:
 
     Attributes:
         data: the plan itself, a frozen value.
-        programs: what each class of ranks executes.
+        given: what each class of ranks executes, where the plan was lowered as a whole; else None, until it is asked
+            for (see `programs`).
         solve_s, total_s: how long it took to make; None for a loaded plan (files hold no timings).
         reads: what forward read of this process while it was captured; None for a loaded plan.
     """
 
     data: ir_plan.Plan
-    programs: tuple[RankProgram, ...] = field(repr=False)
+    given: tuple[RankProgram, ...] | None = field(default=None, compare=False, repr=False)
     solve_s: float | None = field(default=None, compare=False)
     total_s: float | None = field(default=None, compare=False)
     reads: Reads | None = field(default=None, compare=False, repr=False)
@@ -96,6 +99,11 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans make equal bytes."""
         write_plan(self.data, path)
+
+    @cached_property
+    def programs(self) -> tuple[RankProgram, ...]:
+        """What each class of ranks executes."""
+        return lower(self.data) if self.given is None else self.given
 
     @property
     def stages(self) -> tuple[ir_plan.Stage, ...]:
@@ -292,8 +300,9 @@ def compile(
     found = _part("plan_by")(asked.strategy, job, pins, asked.time_limit_s, asked.progress or (lambda text: None))
     notes = (*found.plan.notes, *filter(None, (warning,)))
     data = msgspec.structs.replace(found.plan, notes=notes, pins=pins.as_data)
-    programs = verify_plan(data)
-    return Plan(data, programs, found.solve_s, time.perf_counter() - started, reads)
+    check_plan(data)
+    _part("programs_of")(data)  # a plan that lowers is one that can be run
+    return Plan(data, None, found.solve_s, time.perf_counter() - started, reads)
 
 
 def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: Constraints) -> tuple[Any, Reads, str]:

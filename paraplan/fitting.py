@@ -207,7 +207,7 @@ def _unfused(whole: Plan) -> Plan:
     """The plan with the update that a user's own optimizer makes by itself."""
     optimizer = msgspec.structs.replace(whole.data.optimizer, fused=False)
     data = msgspec.structs.replace(whole.data, optimizer=optimizer)
-    return replace(whole, data=data, programs=lower(data))
+    return replace(whole, data=data, given=lower(data))
 
 
 def _inputs(example_inputs: Any) -> dict[str, Any] | tuple[object, ...]:

@@ -32,8 +32,12 @@ def lower(plan: Plan) -> tuple[RankProgram, ...]:
     Raises:
         InvalidPlanError: the plan does not fit its program.
     """
-    made_of = tuple(_known_by(getattr(plan, name)) for name in plan.__struct_fields__ if name not in _SAID)
-    return _LATELY.get(made_of, lambda: lower_anew(plan))
+    return _LATELY.get(lowered_from(plan), lambda: lower_anew(plan))
+
+
+def lowered_from(plan: Plan) -> Hashable:
+    """What a plan is lowered from, as a key: equal for plans that differ in what they say of themselves alone."""
+    return tuple(_known_by(getattr(plan, name)) for name in plan.__struct_fields__ if name not in _SAID)
 
 
 def _known_by(value: object) -> Hashable:

@@ -33,7 +33,6 @@ from paraplan.ir.plan import Certificate, Plan, Prediction
 from paraplan.ir.plan_words import plan_words
 from paraplan.ir.process.garbage import seldom_collected
 from paraplan.ir.sizes import say_size
-from paraplan.lowering import lower
 from paraplan.planner.alternatives.tried import kept, planned, unreserved
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
@@ -46,6 +45,7 @@ from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import find, find_mixed, prepared
 
@@ -244,7 +244,7 @@ def _unasked(job: Job, constraints: Constraints, kept_bytes: float | None, mesh:
 
 
 def _with_reserved(found: BestPlan) -> BestPlan:
-    return replace(found, plan=with_reserved(found.plan, lower(found.plan)))
+    return replace(found, plan=with_reserved(found.plan, programs_of(found.plan)))
 
 
 def _timed(found: BestPlan, deadline: Deadline) -> BestPlan:

@@ -31,6 +31,16 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
     Raises:
         InvalidPlanError: the first fault found, with its place.
     """
+    check_plan(plan)
+    return lower(plan)
+
+
+def check_plan(plan: Plan) -> None:
+    """Check what a plan says, but for whether it lowers.
+
+    Raises:
+        InvalidPlanError: the first fault found, with its place.
+    """
     if plan.version != PLAN_VERSION:
         raise InvalidPlanError(f"plan version {plan.version}: this paraplan reads version {PLAN_VERSION}")
     try:
@@ -66,7 +76,6 @@ def verify_plan(plan: Plan) -> tuple[RankProgram, ...]:
     verify_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, _stage_of_rank(plan))
     _verify_classes(plan)
     _verify_prediction(plan)
-    return lower(plan)
 
 
 def _verify_optimizer(plan: Plan) -> None:

@@ -21,11 +21,11 @@ from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.pipeline.draft import Draft
-from paraplan.planner.pipeline.pipeline_case import FILLED, FILLED_BY_MANY
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.schedules.full_rounds import FILLED, FILLED_BY_MANY
 
 ROUNDS = 4
 """How often a pipeline is planned, each time for fewer bytes."""

@@ -1,7 +1,7 @@
 """The plan of a pipeline over differing positions: each stage from its own position's sharding, on its own mesh.
 
 Plans are compared by their first microbatches alone, as many as fill the pipeline, where that says all of what they
-hold (`pipeline_case.few_orders`); the one that is taken is simulated with all of them.
+hold (`full_rounds.few_orders`); the one that is taken is simulated with all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.open_choices import check_turns
 from paraplan.planner.pipeline.pipeline import cut_stages, on_meshes
-from paraplan.planner.pipeline.pipeline_case import few_orders
 from paraplan.planner.pipeline.stage_memory import Activations, Cell, Options, recomputing
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.complete import complete
+from paraplan.planner.schedules.full_rounds import as_a_whole, few_orders
 from paraplan.planner.schedules.named import named_orders
 from paraplan.planner.schedules.schedule_problem import Orders, holders_of, stages_of
 
@@ -62,7 +62,7 @@ class MixedCase:
         """A plan of the case with all microbatches."""
         if self.orders is self.all_orders:
             return made
-        return realised(self._scheduled(made.plan, self.all_orders))
+        return as_a_whole(self._scheduled(made.plan, self.all_orders), made)
 
     @cached_property
     def budgets(self) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.schedule import ActionKind, Schedule, parse_action
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
-from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints, device_budget
@@ -31,14 +30,11 @@ from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recom
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.complete import complete
-from paraplan.planner.schedules.named import NAMED, named_orders
-from paraplan.planner.schedules.order_times import OrderTimes
-from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of, stages_of
+from paraplan.planner.schedules.full_rounds import FILLED, few_orders
+from paraplan.planner.schedules.named import NAMED
+from paraplan.planner.schedules.schedule_problem import Orders, holders_of, stages_of
 from paraplan.rules.time_axis import program_micro
 
-FILLED, FILLED_BY_MANY, SAVED = 2, 3, 1.5
-"""Microbatches a position with which plans are tried where there are this many times more: in the second half of two
-every stage has gradients while as many microbatches are in flight as ever, unless positions have several stages."""
 CUTS = 4
 """Cuts by memory simulated before giving up."""
 ONCE = 0.02
@@ -260,29 +256,6 @@ def of_few_microbatches(case: PipelineCase) -> PipelineCase | None:
         return None
     few, orders = found
     return replace(case, orders=orders, schedule=complete(case.schedule.name, orders), num_run=few)
-
-
-def few_orders(program: Program, name: str, orders: Orders, num_stages: int) -> tuple[int, Orders] | None:
-    """The first microbatches of a schedule, as many as fill the pipeline, and their orders; None where that saves
-    little, or more microbatches hold more.
-
-    Args:
-        program: that is run.
-        name, orders: of the schedule, with all microbatches.
-        num_stages: of the pipeline.
-    """
-    positions, micros = len(orders), 1 + max(action.microbatch for order in orders for action in order)
-    few = positions * (FILLED if num_stages == positions else FILLED_BY_MANY)
-    tail = program_micro(program, micros).tail
-    if positions == 1 or micros <= SAVED * few or program.buffer_updates or tail < len(program.segments):
-        return None
-    try:
-        found = named_orders(name, positions, few, num_stages // positions)
-    except ConstraintError:
-        return None
-    alike = (StageCosts(),) * num_stages
-    same = len({OrderTimes(each, num_stages).peak_bytes(alike) for each in (found, orders)}) == 1
-    return (few, found) if same else None
 
 
 def taken_s(made: Realised) -> float:

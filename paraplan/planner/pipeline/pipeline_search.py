@@ -39,6 +39,7 @@ from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of, of_fe
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.schedules.full_rounds import as_a_whole
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.schedule_problem import holders_of
 
@@ -113,7 +114,7 @@ def _whole(case: PipelineCase, few: PipelineCase, best: Realised, shardings: Sha
     start = replace(start, within_s=math.inf)
     for again in range(TIMES):
         best = _realised(_fastest(few, shardings, start)) if again else best
-        whole = realised(rescheduled(best.plan, case.schedule, holders_of(case.orders)))
+        whole = as_a_whole(rescheduled(best.plan, case.schedule, holders_of(case.orders)), best)
         if case.fits(whole):
             return _told(whole)
         few = replace(few, budget=case.budget - max(whole.peak_bytes - best.peak_bytes, 0))
