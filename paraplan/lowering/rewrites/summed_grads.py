@@ -12,12 +12,12 @@ where the device's products take sums in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
 from paraplan.ir.execution.names import Name
-from paraplan.ir.execution.rank_program import SUM, SUMMED, Block, LocalValue, RankProgram, Step, StepKind
+from paraplan.ir.execution.rank_program import SUM, SUMMED, Block, LocalValue, RankProgram, StepKind
 from paraplan.ir.model.graph import refs
 from paraplan.ir.process.memo import SESSION, Lately, Same
 
@@ -39,42 +39,39 @@ def sum_products(program: RankProgram, backend: str, done: Done) -> RankProgram:
         backend: of its devices, "cpu" or "cuda".
         done: shared by a plan's programs; added to.
     """
+    ends = _added(program)
+    totals = {program.steps[end].args[0] for found in ends.values() for _, end in found}
+    addends = {step.args[1] for step in program.steps if step.kind is StepKind.ACCUMULATE and step.args[0] in totals}
     blocks, steps = dict(program.blocks), list(program.steps)
-    ends = _added(program.steps)
     held: dict[Name, LocalValue] = {}
     dropped: set[int] = set()
     for at, step in enumerate(program.steps):
         if step.kind is StepKind.CALL:
             block = program.blocks[step.block]
-            found = {
-                place: (ends[at, out], program.steps[ends[at, out]].args[0])
-                for place, out in enumerate(step.outs)
-                if out is not None and (at, out) in ends
-            }
-            sums = tuple(
-                (place, held[total])
-                for place, (end, total) in found.items()
-                if total in held
+            sums = {
+                place: total
+                for place, end in ends.get(at, ())
+                if (total := program.steps[end].args[0]) in held
                 and _may_add(block, place, held[total], backend)
                 and not any(
                     total in (*each.args, *each.drops) and each.kind is not StepKind.ACCUMULATE
                     for each in program.steps[at + 1 : end]
                 )
-            )
+            }
             if sums:
-                totals = tuple(found[place][1] for place, _ in sums)
-                dropped |= {found[place][0] for place, _ in sums}
-                adding = _adding(block, sums, done)
+                dropped |= {end for place, end in ends[at] if place in sums}
+                adding = _adding(block, tuple((place, held[total]) for place, total in sums.items()), done)
                 blocks[adding.name] = adding
-                given = {place for place, _ in sums}
-                outs = tuple(None if place in given else out for place, out in enumerate(step.outs))
-                steps[at] = msgspec.structs.replace(step, block=adding.name, args=(*step.args, *totals), outs=outs)
-            for out, local in zip(step.outs, (*block.outputs, *block.saved), strict=True):
-                if out is not None and local is not None:
-                    held[out] = block.values[local]
+                outs = tuple(None if place in sums else out for place, out in enumerate(step.outs))
+                args = (*step.args, *sums.values())
+                steps[at] = msgspec.structs.replace(step, block=adding.name, args=args, outs=outs)
+            if not addends.isdisjoint(step.outs):
+                for out, local in zip(step.outs, (*block.outputs, *block.saved), strict=True):
+                    if out in addends and local is not None:
+                        held[out] = block.values[local]
         elif step.kind is StepKind.ACCUMULATE:
             total, addend = step.args
-            if total not in held and total not in program.outer and addend in held:
+            if total in totals and total not in held and total not in program.outer and addend in held:
                 held[total] = held[addend]
         for name in step.drops:
             held.pop(name, None)
@@ -87,29 +84,36 @@ def sum_products(program: RankProgram, backend: str, done: Done) -> RankProgram:
     )
 
 
-def _added(steps: Sequence[Step]) -> dict[tuple[int, Name], int]:
-    """What a call makes for an ACCUMULATE alone, by the call's place and its name, and which that is."""
-    found: dict[tuple[int, Name], int] = {}
+def _added(program: RankProgram) -> dict[int, list[tuple[int, int]]]:
+    """Calls, by their place, with the outputs that a product of theirs makes for an ACCUMULATE alone, by position, and
+    which that is."""
+    products = {name: _MADE.get((Same(block),), partial(_products, block)) for name, block in program.blocks.items()}
+    calls = [(at, step) for at, step in enumerate(program.steps) if step.kind is StepKind.CALL and products[step.block]]
+    made = {step.outs[place] for _, step in calls for place in products[step.block]}
     readers: dict[Name, list[int]] = {}
-    for at in range(len(steps) - 1, -1, -1):
-        step = steps[at]
+    of: dict[tuple[int, Name], list[int]] = {}  # who reads what a step gives, until something else has its name
+    for at in range(len(program.steps) - 1, -1, -1):
+        step = program.steps[at]
         for out in step.outs:
-            read = readers.pop(out, ()) if out is not None else ()
-            if out is not None and len(read) == 1 and steps[read[0]].kind is StepKind.ACCUMULATE:
-                adds = steps[read[0]]
-                if adds.args[1] == out and not adds.drops:
-                    found[at, out] = read[0]
+            if out in made and out is not None:
+                of[at, out] = readers.pop(out, [])
         for name in (*step.args, *step.drops):
-            readers.setdefault(name, []).append(at)
+            if name in made:
+                readers.setdefault(name, []).append(at)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for at, step in calls:
+        for place in sorted(products[step.block]):
+            out = step.outs[place]
+            read = of[at, out] if out is not None else []
+            adds = program.steps[read[0]] if len(read) == 1 else step
+            if adds.kind is StepKind.ACCUMULATE and adds.args[1] == out and not adds.drops:
+                found.setdefault(at, []).append((place, read[0]))
     return found
 
 
 def _may_add(block: Block, place: int, total: LocalValue, backend: str) -> bool:
-    """Whether an output is a product's, as it was made, for an accumulator that a product can add to."""
-    name = _MADE.get((Same(block),), lambda: _products(block)).get(place)
-    if name is None:
-        return False
-    value = block.values[name]
+    """Whether an output that a product makes is for an accumulator that a product can add to."""
+    value = block.values[_MADE.get((Same(block),), lambda: _products(block))[place]]
     alike = value.dtype == total.dtype or (backend == "cuda" and total.dtype == "float32")
     return alike and (total.shape, total.strides) == (value.shape, value.strides) and not total.tier
 
