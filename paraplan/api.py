@@ -55,6 +55,7 @@ _PARTS = {
     "capture_with_reads": "paraplan.capture.capture",
     "plan_by": "paraplan.baselines.planners",
     "check_planner": "paraplan.baselines.planners",
+    "as_a_whole": "paraplan.planner.schedules.full_rounds",
     "programs_of": "paraplan.planner.schedules.full_rounds",
     "Job": "paraplan.planner.assemble",
     "hf_batch": "paraplan.jobs.models",
@@ -94,7 +95,7 @@ class Plan:
             InvalidPlanError: unreadable, truncated, an unknown key, a wrong type, or not legal.
             PlanMismatchError: made by a newer paraplan.
         """
-        return cls(*read_plan(path))
+        return cls(read_plan(path))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans make equal bytes."""
@@ -113,7 +114,7 @@ class Plan:
     @property
     def prediction(self) -> ir_plan.Prediction:
         """What the simulator says of a step."""
-        return self.data.prediction or predict(self.data, self.programs, self._simulation)
+        return self.data.prediction or predict(self.data, (), self.simulate(spans=False))
 
     @property
     def certificate(self) -> ir_plan.Certificate | None:
@@ -124,14 +125,21 @@ class Plan:
     def _simulation(self) -> Simulation:
         return simulate_plan(self.data, self.programs)
 
-    def simulate(self, cluster: ClusterSpec | str | None = None) -> Simulation:
+    def simulate(self, cluster: ClusterSpec | str | None = None, *, spans: bool = True) -> Simulation:
         """Price the plan, on its own cluster or as it is on another of as many devices.
 
+        Args:
+            cluster: the other.
+            spans: whether every stretch of every stream is wanted, and memory around every step; without, a pipeline
+                of many microbatches is carried on from its first ones, which takes the less time the more there are.
         Raises:
             PlanMismatchError: the other cluster has another number of devices.
             ClusterError: it cannot be read.
         """
-        return self._simulation if cluster is None else self.on(cluster)._simulation
+        priced = self if cluster is None else self.on(cluster)
+        if spans or "_simulation" in priced.__dict__:
+            return priced._simulation
+        return _part("as_a_whole")(priced.data).simulation  # type: ignore[no-any-return]
 
     def on(self, cluster: ClusterSpec | str) -> Plan:
         """The same decisions on another cluster of as many devices, priced anew; nothing is proved of it.
@@ -204,7 +212,7 @@ class Plan:
         return f"{len(batches)} steps are the eager model's: largest error {errors.eager:.1e}{how}"
 
     def __str__(self) -> str:
-        return summary(self.data, self._simulation)
+        return summary(self.data, self.simulate(spans=False))
 
     def __repr__(self) -> str:
         found = self.data.prediction

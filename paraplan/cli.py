@@ -166,7 +166,7 @@ def simulate(
     """Price a plan again."""
     loaded = _part("Plan").load(path)
     priced = loaded if cluster is None else loaded.on(cluster)
-    simulation = priced.simulate()
+    simulation = priced.simulate(spans=trace is not None)
     if trace is not None:
         try:
             trace.write_bytes(priced.trace())

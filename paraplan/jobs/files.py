@@ -11,13 +11,13 @@ import msgspec
 from paraplan.cost_models.predict import predict, with_reserved
 from paraplan.cost_models.profiles.profile_file import choose_profile, read_profiles
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
-from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.digests import plan_digest, program_digest
 from paraplan.ir.plan import PLAN_VERSION, Plan
 from paraplan.ir.profile import Profile
 from paraplan.ir.struct import from_json, read_bytes, to_json, write_bytes
-from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.lowering.verification.verify_plan import check_plan
+from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
 
 
 class _Head(msgspec.Struct):
@@ -38,8 +38,8 @@ EDITED = "the file is not as a planner wrote it: priced anew as it is, and nothi
 """Note of a plan whose prediction and certificate may be of other decisions."""
 
 
-def read_plan(path: str | Path) -> tuple[Plan, tuple[RankProgram, ...]]:
-    """A plan and its rank programs, from a file.
+def read_plan(path: str | Path) -> Plan:
+    """A plan from a file, legal and such as lowers.
 
     Raises:
         InvalidPlanError: unreadable, truncated, no plan, an unknown key, a wrong type, or not legal.
@@ -49,7 +49,7 @@ def read_plan(path: str | Path) -> tuple[Plan, tuple[RankProgram, ...]]:
     return decode_plan(data, str(path))
 
 
-def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
+def decode_plan(data: bytes, what: str) -> Plan:
     """As `read_plan`, from bytes; `what` names them in messages."""
     try:
         head = msgspec.json.decode(data, type=_Head)
@@ -73,7 +73,8 @@ def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
     filed = from_json(data, _Filed, what, InvalidPlanError)
     plan = Plan(**{name: getattr(filed, name) for name in Plan.__struct_fields__})
     try:
-        programs = verify_plan(plan)
+        check_plan(plan)
+        programs_of(plan)
     except InvalidPlanError as fault:
         raise InvalidPlanError(f"{what}: {fault}") from None
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError) as fault:
@@ -87,16 +88,17 @@ def decode_plan(data: bytes, what: str) -> tuple[Plan, tuple[RankProgram, ...]]:
             "damaged. Take the file as it was saved, or plan again"
         )
     if (plan.prediction or plan.certificate) is not None and plan_digest(plan) != filed.plan_digest:
-        plan = _priced_anew(plan, programs)
-    return plan, programs
+        plan = _priced_anew(plan)
+    return plan
 
 
-def _priced_anew(plan: Plan, programs: tuple[RankProgram, ...]) -> Plan:
+def _priced_anew(plan: Plan) -> Plan:
     """A plan without what is foretold and proved of another."""
     bare = msgspec.structs.replace(plan, prediction=None, certificate=None)
     notes = (*(note for note in plan.notes if note != EDITED), EDITED)
-    priced = msgspec.structs.replace(bare, prediction=predict(bare, programs), notes=notes)
-    return with_reserved(priced, programs)
+    made = as_a_whole(bare)
+    priced = msgspec.structs.replace(bare, prediction=predict(bare, made.programs, made.simulation), notes=notes)
+    return with_reserved(priced, made.programs)
 
 
 def encode_plan(plan: Plan) -> bytes:

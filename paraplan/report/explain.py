@@ -15,9 +15,12 @@ from paraplan.ir.machine.mesh import parse_layout
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Stage
 from paraplan.report.breakdown import CollectiveRow, TimeRow, time_breakdown
-from paraplan.report.layouts import KindRow, float8_params, generic_name, kind_rows, layout_words
+from paraplan.report.layouts import KindRow, float8_params, generic_name, kind_rows, layout_words, merged_rows
 from paraplan.report.memory_report import MemoryTold, class_told
 from paraplan.report.units import show_bytes, show_count, show_seconds, show_share
+
+MOST_STAGES = 4
+"""That have a line each where a plan is told in short."""
 
 Fact = tuple[str, str]
 Card = tuple[str, str, str]
@@ -69,7 +72,7 @@ def explain(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation)
     times, collectives = time_breakdown(programs[busiest], simulation.traces[busiest], plan_costs(plan)[busiest])
     stage = plan.stages[0]
     return Explanation(
-        title=f"{plan.model.display} on {plan.cluster.name}",
+        title=title(plan),
         facts=facts(plan),
         verdict=verdict(plan, simulation),
         cards=_cards(plan, simulation),
@@ -82,6 +85,11 @@ def explain(plan: Plan, programs: Sequence[RankProgram], simulation: Simulation)
         trace=simulation.traces[busiest],
         notes=plan.notes,
     )
+
+
+def title(plan: Plan) -> str:
+    """Model and cluster in one line."""
+    return f"{plan.model.display} on {plan.cluster.name}"
 
 
 HELD = "; weights cast once a step and held"
@@ -126,7 +134,7 @@ def _activation_words(plan: Plan) -> str:
     """`kept but for what is recomputed: 12 x (h.*: ln_2, mlp): gelu, dropout`, and what waits elsewhere likewise."""
     if plan.memory_actions is not None:
         return _schedule_words(parse_actions(plan.memory_actions))
-    rows = [row for stage in plan.stages for row in kind_rows(plan.program, stage)]
+    rows = merged_rows(plan.program, plan.stages)
     made = [f"{row.instances} x ({row.label}): {row.recomputed}" for row in rows if row.recomputed]
     away = [f"{row.instances} x ({row.label}): {row.away}" for row in rows if row.away]
     cut = [f"{row.instances} x ({row.label}): {row.chunks}" for row in rows if row.chunks]
@@ -150,6 +158,17 @@ def _devices(cluster: ClusterSpec) -> str:
         named = (group.device.kind, group.device.memory_bytes)
         counts[named] = counts.get(named, 0) + group.nodes * group.devices_per_node
     return ", ".join(f"{count} x {kind} with {show_bytes(size)}" for (kind, size), count in counts.items())
+
+
+def stages_in_short(plan: Plan) -> tuple[Fact, ...]:
+    """The stages in one line where they are many on meshes of one shape; else a line each."""
+    sizes = [stage.stop - stage.first for stage in plan.stages]
+    if len(sizes) <= MOST_STAGES or len({mesh_text(stage) for stage in plan.stages}) > 1:
+        return tuple((_stage_name(plan, index), _stage_text(plan, stage)) for index, stage in enumerate(plan.stages))
+    positions = len({stage.mesh for stage in plan.stages})
+    each = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else str(sizes[0])
+    groups = f"on {positions} groups of devices, " if positions < len(sizes) else ""
+    return (("stages", f"{len(sizes)} of {each} segments {groups}each on {mesh_text(plan.stages[0])}"),)
 
 
 def _stage_name(plan: Plan, index: int) -> str:

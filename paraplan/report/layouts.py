@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Hashable, Sequence
 
 import msgspec
 
@@ -173,6 +174,30 @@ def kind_rows(program: Program, stage: Stage) -> tuple[KindRow, ...]:
     for offset, chosen in enumerate(stage.segment_choice):
         members.setdefault(chosen, []).append(stage.first + offset)
     return tuple(_kind_row(program, stage, chosen, segments) for chosen, segments in members.items())
+
+
+def merged_rows(program: Program, stages: Sequence[Stage]) -> tuple[KindRow, ...]:
+    """As `kind_rows`, of several stages: kinds in the same layouts, of which the same is recomputed, are one row."""
+    found: dict[Hashable, list[KindRow]] = {}
+    for stage in stages:
+        for row in kind_rows(program, stage):
+            held = tuple((generic_name(param.name), param.shape, param.words) for param in row.params)
+            found.setdefault((row.name, held, row.recomputed, row.away, row.chunks), []).append(row)
+    return tuple(rows[0] if len(rows) == 1 else _merged(rows) for rows in found.values())
+
+
+def _merged(rows: Sequence[KindRow]) -> KindRow:
+    params = tuple(
+        msgspec.structs.replace(
+            alike[0],
+            name=generic_name(alike[0].name),
+            count=sum(each.count for each in alike),
+            nbytes=sum(each.nbytes for each in alike),
+        )
+        for alike in zip(*(row.params for row in rows), strict=True)
+    )
+    label, instances = _label(tuple(each.name for each in params)), sum(row.instances for row in rows)
+    return msgspec.structs.replace(rows[0], label=label or rows[0].label, instances=instances, params=params)
 
 
 def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) -> KindRow:

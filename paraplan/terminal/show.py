@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from paraplan.report.explain import Explanation, Fact, verdict
-from paraplan.report.layouts import KindRow
+from paraplan.report.explain import Explanation, Fact, facts, stages_in_short, title, verdict
+from paraplan.report.layouts import KindRow, merged_rows
 from paraplan.report.units import show_bytes, show_seconds, show_share
 
 
@@ -37,16 +37,14 @@ def show_plan(console: Console, plan: Any) -> None:
 
 def show_summary(console: Console, plan: Any, saved: Path | None) -> None:
     """The few lines a command that made a plan ends with."""
-    told: Explanation = plan.explain()
-    console.print(f"[bold]{escape(told.title)}[/bold]")
-    kept = [
-        fact
-        for fact in told.facts
-        if fact[0] in ("mesh", "schedule", "parameters", "activations", "batch", "model") or fact[0].startswith("stage")
-    ]
-    console.print(_facts((*kept, *told.verdict)))
-    console.print(_kinds_in_words(told))
-    _notes(console, told.notes)
+    data = plan.data
+    console.print(f"[bold]{escape(title(data))}[/bold]")
+    said = dict(facts(data))
+    kept = [(name, said[name]) for name in ("schedule", "parameters", "activations") if name in said]
+    asked = [(name, said[name]) for name in ("model", "batch")]
+    console.print(_facts((*asked, *stages_in_short(data), *kept, *verdict(data, plan.simulate(spans=False)))))
+    console.print(_kinds_in_words(merged_rows(data.program, data.stages)))
+    _notes(console, data.notes)
     if plan.total_s is not None:
         console.print(f"[dim]planned in {plan.total_s:.1f} s, {plan.solve_s:.1f} s of it solving[/dim]")
     console.print(f"[dim]saved to {escape(str(saved))}[/dim]" if saved else "[dim]not saved; give -o plan.json[/dim]")
@@ -113,15 +111,14 @@ def _kind(row: KindRow) -> Table:
     return table
 
 
-def _kinds_in_words(told: Explanation) -> Table:
+def _kinds_in_words(rows: Iterable[KindRow]) -> Table:
     table = _table(">", "layers", "layouts")
-    for rows in told.kinds:
-        for row in rows:
-            words: dict[str, list[str]] = {}
-            for param in row.params:
-                words.setdefault(param.words, []).append(_short(param.name))
-            text = "; ".join(f"{', '.join(names)}: {how}" for how, names in words.items()) or "no parameters"
-            table.add_row(str(row.instances), escape(row.label), escape(text))
+    for row in rows:
+        words: dict[str, list[str]] = {}
+        for param in row.params:
+            words.setdefault(param.words, []).append(_short(param.name))
+        text = "; ".join(f"{', '.join(names)}: {how}" for how, names in words.items()) or "no parameters"
+        table.add_row(str(row.instances), escape(row.label), escape(text))
     return table
 
 

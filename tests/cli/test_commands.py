@@ -174,14 +174,14 @@ def test_places_compose(here: Path, command: Any) -> None:
     away = ("--states", "host,disk", "--params", "device", "--grads", "disk", "--update", "host")
     made = command("plan", "zoo:net", "local:1", "--precision", "fp64", *away, "-o", "plan.json")
     assert made.code == 0, made.err
-    plan, _ = read_plan(here / "plan.json")
+    plan = read_plan(here / "plan.json")
     assert {layouts.place.text for layouts in plan.stages[0].params.values()} == {"disk-grads"}
     refused = command("plan", "zoo:net", "local:1", "--states", "device", "--update", "host", "-o", "plan.json")
     assert refused.code == 2 and "give states=host, or update=device" in refused.err
 
 
 def test_a_peak_above_the_predicted_one_fails_the_check(plan_file: Path, command: Any) -> None:
-    plan, _ = read_plan(plan_file)
+    plan = read_plan(plan_file)
     assert plan.prediction is not None
     half = tuple(size // 2 for size in plan.prediction.peak_bytes)
     prediction = msgspec.structs.replace(plan.prediction, peak_bytes=half)

@@ -10,6 +10,7 @@ import torch
 from benchmarks.zoo import build
 from paraplan.codegen import build_modules
 from paraplan.jobs.files import decode_plan
+from paraplan.lowering import lower
 from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.runtime.trainer import Trainer, TrainerOptions
 from paraplan.runtime.transport.distributed import DistributedTransport
@@ -27,7 +28,8 @@ def main() -> None:
     name, file = sys.argv[1], Path(sys.argv[2])
     rank, _ = init_distributed("gloo", timeout_s=60)
     torch.set_num_threads(1)
-    plan, programs = decode_plan(file.read_bytes(), "the plan")
+    plan = decode_plan(file.read_bytes(), "the plan")
+    programs = lower(plan)
     transport = DistributedTransport(plan.stages[0].mesh)
     modules = build_modules(programs[0], transport.groups)
     for record in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import cache
 
@@ -59,7 +60,7 @@ def _plan(schedule: str, positions: int, each: int, count: int, width: int = 1) 
     pins = Constraints(pp=positions, mesh=(width,), microbatches=count, schedule=schedule)
     if each > 1:
         bounds = [round(at * len(job.program.segments) / (positions * each)) for at in range(positions * each + 1)]
-        pins = msgspec.structs.replace(pins, stages=tuple(zip(bounds, bounds[1:], strict=False)))
+        pins = msgspec.structs.replace(pins, stages=tuple(itertools.pairwise(bounds)))
     case = case_of(job, pins)
     return case.begun(Shardings(_choose).get(case.part, case.inner), ()).plan
 
