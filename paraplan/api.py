@@ -27,7 +27,7 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.options import check_fields, check_keywords, from_keywords, takes_options, with_keywords
 from paraplan.ir.process.lazy import lazy
 from paraplan.ir.profile import Profile
-from paraplan.jobs.files import profile_for, read_plan, write_plan
+from paraplan.jobs.files import Programs, profile_for, read_plan, write_plan
 from paraplan.jobs.run_options import ExecutionKeywords, ExecutionOptions
 from paraplan.jobs.versions import library_versions
 from paraplan.lowering import lower
@@ -95,7 +95,7 @@ class Plan:
             InvalidPlanError: unreadable, truncated, an unknown key, a wrong type, or not legal.
             PlanMismatchError: made by a newer paraplan.
         """
-        return cls(read_plan(path))
+        return cls(read_plan(path, Programs(_part("programs_of"), _part("as_a_whole"))))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans make equal bytes."""

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from paraplan.cost_models.predict import predict, with_reserved
 from paraplan.cost_models.profiles.profile_file import choose_profile, read_profiles
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
+from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.digests import plan_digest, program_digest
 from paraplan.ir.plan import PLAN_VERSION, Plan
 from paraplan.ir.profile import Profile
 from paraplan.ir.struct import from_json, read_bytes, to_json, write_bytes
+from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import check_plan
-from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
 
 
 class _Head(msgspec.Struct):
@@ -38,18 +42,34 @@ EDITED = "the file is not as a planner wrote it: priced anew as it is, and nothi
 """Note of a plan whose prediction and certificate may be of other decisions."""
 
 
-def read_plan(path: str | Path) -> Plan:
+class Programs(NamedTuple):
+    """How plans are lowered and simulated, to know that they can be."""
+
+    lowered: Callable[[Plan], tuple[RankProgram, ...]] = lower
+    realised: Callable[[Plan], Realised] = realised
+
+
+def read_with_programs(path: str | Path) -> tuple[Plan, tuple[RankProgram, ...]]:
+    """As `read_plan`, with its rank programs."""
+    plan = read_plan(path)
+    return plan, lower(plan)
+
+
+def read_plan(path: str | Path, by: Programs | None = None) -> Plan:
     """A plan from a file, legal and such as lowers.
 
+    Args:
+        path: of the file.
+        by: how it is lowered and simulated.
     Raises:
         InvalidPlanError: unreadable, truncated, no plan, an unknown key, a wrong type, or not legal.
         PlanMismatchError: the plan was made by a newer paraplan.
     """
     data = read_bytes(path, "plan file", InvalidPlanError)
-    return decode_plan(data, str(path))
+    return decode_plan(data, str(path), by)
 
 
-def decode_plan(data: bytes, what: str) -> Plan:
+def decode_plan(data: bytes, what: str, by: Programs | None = None) -> Plan:
     """As `read_plan`, from bytes; `what` names them in messages."""
     try:
         head = msgspec.json.decode(data, type=_Head)
@@ -72,9 +92,10 @@ def decode_plan(data: bytes, what: str) -> Plan:
         )
     filed = from_json(data, _Filed, what, InvalidPlanError)
     plan = Plan(**{name: getattr(filed, name) for name in Plan.__struct_fields__})
+    by = by or Programs()
     try:
         check_plan(plan)
-        programs_of(plan)
+        by.lowered(plan)
     except InvalidPlanError as fault:
         raise InvalidPlanError(f"{what}: {fault}") from None
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError) as fault:
@@ -88,15 +109,15 @@ def decode_plan(data: bytes, what: str) -> Plan:
             "damaged. Take the file as it was saved, or plan again"
         )
     if (plan.prediction or plan.certificate) is not None and plan_digest(plan) != filed.plan_digest:
-        plan = _priced_anew(plan)
+        plan = _priced_anew(plan, by.realised)
     return plan
 
 
-def _priced_anew(plan: Plan) -> Plan:
+def _priced_anew(plan: Plan, made_by: Callable[[Plan], Realised]) -> Plan:
     """A plan without what is foretold and proved of another."""
     bare = msgspec.structs.replace(plan, prediction=None, certificate=None)
     notes = (*(note for note in plan.notes if note != EDITED), EDITED)
-    made = as_a_whole(bare)
+    made = made_by(bare)
     priced = msgspec.structs.replace(bare, prediction=predict(bare, made.programs, made.simulation), notes=notes)
     return with_reserved(priced, made.programs)
 

@@ -15,11 +15,10 @@ from rich.table import Table
 
 from paraplan.ir.errors import CheckError, RuntimeFailure
 from paraplan.ir.plan import Plan
-from paraplan.jobs.files import read_plan
+from paraplan.jobs.files import read_with_programs
 from paraplan.jobs.run import run
 from paraplan.jobs.run_options import RunOptions
 from paraplan.jobs.start_ranks import leave_job, start_ranks
-from paraplan.lowering import lower
 from paraplan.report.units import show_bytes, show_seconds
 from paraplan.terminal.output import out, print_json
 
@@ -47,7 +46,7 @@ def run_rank(path: Path, options: RunOptions, as_json: bool, result_env: str) ->
         CheckError: `--check` found a difference, and no other process waits for the result.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank has nothing to say of it, nor to do
-    data = read_plan(path)
+    data, programs = read_with_programs(path)
     console = out()
     first, told = os.environ["RANK"] == "0", itertools.count(1)
     every = max(1, options.steps // 20)
@@ -57,7 +56,7 @@ def run_rank(path: Path, options: RunOptions, as_json: bool, result_env: str) ->
         if first and (number % every == 1 % every or number == options.steps):
             console.print(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s", highlight=False)
 
-    result = run(data, lower(data), options, tell)
+    result = run(data, programs, options, tell)
     if first:
         console.print(run_table(data, result))
         found = run_json(result)
