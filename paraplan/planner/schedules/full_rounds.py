@@ -1,13 +1,20 @@
 """A pipeline of many microbatches from its first ones: once it is full, rounds are alike.
 
 A round is as many microbatches as there are positions. In a simulated step every clock is a maximum of sums of earlier
-clocks, a recurrence linear in the max-plus algebra: where, for longer than anything reaches back, all that ranks do
-ends as long after the same of the round before, every further round does too (Baccelli, Cohen, Olsder, Quadrat 1992,
-Synchronization and Linearity, section 3.7). So a plan is lowered and simulated for few microbatches, and for a round
-more. If at the end of the last round in which a rank's actions follow each other as a round before, each ends equally
-much later, on all ranks alike, and the round more has added just that to every rank's step and nothing to what any
-holds, then more rounds are carried on: exactly, but for how floating-point numbers are rounded. Else a round more is
-tried.
+clocks, a recurrence linear in the max-plus algebra (Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and
+Linearity). A plan is lowered and simulated for few microbatches, and for a round more, which adds T to the step. Look
+at the end of the last round in which a rank's actions follow each other as a round before, at as many of them as
+anything reaches back:
+
+- Where all that ranks do there ends at most T later than the same of the round before, so it does in every further
+  round, for maxima of sums are monotone: n rounds more add at most n T.
+- Where something ends just T later, so does what it waited for (else it would not have waited), and so on: along that
+  chain n rounds more take at least n T.
+
+So if a rank's actions all end T later there, none of any rank's ends later than that, and the round more has added T to
+every rank's step and nothing to what any holds, then more rounds are carried on: exactly, but for how floating-point
+numbers are rounded, and for how a rank that still gains on the others divides what it stands still into waits and
+bubbles. Else a round more is tried.
 
 Limits: schedules by name that hold each stage on one position, and whose in-flight microbatches do not grow with their
 number.
@@ -174,20 +181,21 @@ def _carried_on(before: Realised, now: Realised, positions: int, rounds: int) ->
     added_s, off_s = last.step_s - first.step_s, EXACT * last.step_s
     if first.rank_class != last.rank_class or first.tier_peak_bytes != last.tier_peak_bytes:
         return None
-    traces = list[RankTrace]()
+    traces, some_rank_keeps_pace = list[RankTrace](), False
     for program, old, new in zip(now.programs, first.traces, last.traces, strict=True):
-        round_s = _round_s(program, new, positions, off_s)
-        if round_s is None or old.peak_bytes != new.peak_bytes or old.tier_peak_bytes != new.tier_peak_bytes:
+        later_s = _later_s(program, new, positions)
+        if later_s is None or old.peak_bytes != new.peak_bytes or old.tier_peak_bytes != new.tier_peak_bytes:
             return None
-        if max(abs(round_s - added_s), abs(new.step_s - old.step_s - added_s)) > off_s:
+        if later_s[1] > added_s + off_s or abs(new.step_s - old.step_s - added_s) > off_s:
             return None
+        some_rank_keeps_pace |= later_s[0] >= added_s - off_s
         traces.append(_with_more(old, new, rounds))
-    return msgspec.structs.replace(last, traces=tuple(traces))
+    return msgspec.structs.replace(last, traces=tuple(traces)) if some_rank_keeps_pace else None
 
 
-def _round_s(program: RankProgram, trace: RankTrace, positions: int, off_s: float) -> float | None:
-    """By how much later what ends a rank's last full round ends than the same of the round before; None where that is
-    not one time."""
+def _later_s(program: RankProgram, trace: RankTrace, positions: int) -> tuple[float, float] | None:
+    """By how much later what ends a rank's last full round ends than the same of the round before: the least and the
+    most; None where no round is full."""
     ends = {program.steps[point.step].action: point.end_s for point in trace.memory}
     every = ((parse_action(text), end_s) for text, end_s in ends.items())
     actions = [(action, end_s) for action, end_s in every if action.kind not in PER_STEP]
@@ -201,7 +209,7 @@ def _round_s(program: RankProgram, trace: RankTrace, positions: int, off_s: floa
     if stop is None:
         return None
     apart = [actions[at + length][1] - actions[at][1] for at in range(stop - length // REACH, stop)]
-    return max(apart) if max(apart) - min(apart) <= off_s else None
+    return min(apart), max(apart)
 
 
 def _longest(alike: Sequence[bool], least: int) -> int | None:

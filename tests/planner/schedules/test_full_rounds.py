@@ -13,7 +13,7 @@ from torch import nn
 
 from paraplan.capture import capture
 from paraplan.cost_models.predict import reserved_of
-from paraplan.cost_models.realised_plan import realised
+from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.cost_models.simulator.simulate import RankTrace
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
@@ -103,15 +103,16 @@ def test_rounds_that_are_not_alike_yet_are_not_carried_on() -> None:
     assert found is not None
     (before, now), at = (found.sample, found.sample), 2
     assert full_rounds._carried_on(before, now, at, 3) is None, "a round more has to add what rounds are apart"
-    drifting = [
-        msgspec.structs.replace(
-            trace,
-            memory=tuple(
-                msgspec.structs.replace(point, end_s=point.end_s * (1 + 1e-6 * number))
-                for number, point in enumerate(trace.memory)
-            ),
-        )
-        for trace in now.simulation.traces
-    ]
-    assert full_rounds._round_s(now.programs[0], now.simulation.traces[0], at, 1e-12) is not None
-    assert full_rounds._round_s(now.programs[0], drifting[0], at, 1e-12) is None
+    trace, (least_s, most_s) = now.simulation.traces[0], _later(now, 0, at)
+    assert most_s - least_s <= 1e-9 * trace.step_s
+    points = enumerate(trace.memory)
+    later = tuple(msgspec.structs.replace(each, end_s=each.end_s * (1 + 1e-6 * number)) for number, each in points)
+    drifting = msgspec.structs.replace(trace, memory=later)
+    found_s = full_rounds._later_s(now.programs[0], drifting, at)
+    assert found_s is not None and found_s[1] - found_s[0] > 1e-7 * trace.step_s
+
+
+def _later(made: Realised, of: int, positions: int) -> tuple[float, float]:
+    found = full_rounds._later_s(made.programs[of], made.simulation.traces[of], positions)
+    assert found is not None
+    return found
