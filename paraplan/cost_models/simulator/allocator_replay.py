@@ -63,17 +63,18 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
 
 
 def _made(
-    allocator: CachingAllocator, requests: Iterable[Request], blocks: list[AllocatedBlock]
+    allocator: CachingAllocator, runs: Iterable[tuple[int, Sequence[Request]]], blocks: list[AllocatedBlock]
 ) -> list[AllocatedBlock]:
     """What was allocated, of which the first blocks are there, by number."""
     allocate, release, keep = allocator.allocate, allocator.release, blocks.append
-    for nbytes, number in requests:
-        if not nbytes:
-            release(blocks[number])
-        elif number < 0:
-            allocator.touch(nbytes)
-        else:
-            keep(allocate(nbytes))
+    for base, requests in runs:
+        for nbytes, number in requests:
+            if not nbytes:
+                release(blocks[base + number])
+            elif number < 0:
+                allocator.touch(nbytes)
+            else:
+                keep(allocate(nbytes))
     return blocks
 
 
@@ -89,9 +90,14 @@ def _states(program: RankProgram, allocator: CachingAllocator, total: int) -> No
 
 
 class _StepRequests(NamedTuple):
-    """A step's requests, and the numbers of what outlives it by the names that were there before it."""
+    """A step's requests, and the numbers of what outlives it by the names that were there before it.
 
-    requests: list[Request]
+    Attributes:
+        requests: in order, in runs whose numbers are counted from the first of each.
+        stays: see above.
+    """
+
+    requests: list[tuple[int, Sequence[Request]]]
     stays: dict[Name, int]
 
 
@@ -108,16 +114,16 @@ class _CallRequests(NamedTuple):
 
     Attributes:
         begins: arguments, by position, that die as it begins.
-        requests: in order, numbered from 0; `ends` has after how many of them which arguments die.
-        ends: see there.
+        parts: of its requests, in order, numbered from 0; after each but the last some arguments die.
+        ends: which do, by position.
         results: per result the number of what holds it; -1 where that is an argument's, or nothing.
         left: numbers of what is there as it ends.
         num_held: how many are allocated and not given back at once.
     """
 
     begins: tuple[int, ...]
-    requests: tuple[Request, ...]
-    ends: tuple[tuple[int, tuple[int, ...]], ...]
+    parts: tuple[tuple[Request, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
     results: tuple[int, ...]
     left: frozenset[int]
     num_held: int
@@ -132,11 +138,12 @@ def _call_requests(block: MemoryBlock, args: tuple[ArgState, ...], taken: tuple[
     frees: dict[int, list[str]] = {}
     for owner, last in made.items():
         frees.setdefault(last, []).append(owner)
-    requests: list[Request] = []
-    ends: list[tuple[int, tuple[int, ...]]] = []
+    parts: list[list[Request]] = [[]]
+    ends: list[tuple[int, ...]] = []
     numbers: dict[str, int] = {}
     count, instrs, values = 0, block.block.instrs, block.block.values
     for index in range(len(instrs) + 1):
+        requests = parts[-1]
         for owner, size in block.fresh[index] if index < len(instrs) else ():
             if size and not values[owner].tier:
                 numbers[owner], count = count, count + 1
@@ -145,10 +152,11 @@ def _call_requests(block: MemoryBlock, args: tuple[ArgState, ...], taken: tuple[
             requests.append(Request(instrs[index].workspace_bytes, -1))
         requests += [Request(0, numbers.pop(owner)) for owner in frees.get(index, ()) if owner in numbers]
         if index in deaths:
-            ends.append((len(requests), tuple(deaths[index])))
+            ends.append(tuple(deaths[index]))
+            parts.append([])
     results = tuple(-1 if name is None else numbers.get(block.owners[name], -1) for name in block.results)
     return _CallRequests(
-        tuple(deaths.get(-1, ())), tuple(requests), tuple(ends), results, frozenset(numbers.values()), count
+        tuple(deaths.get(-1, ())), tuple(map(tuple, parts)), tuple(ends), results, frozenset(numbers.values()), count
     )
 
 
@@ -159,14 +167,14 @@ class _Replay:
     Attributes:
         program: see `reserved_bytes`.
         given: names of what was there before.
-        requests: so far.
+        requests: so far, in runs.
         numbers: of what holds a storage.
         count: what was allocated, with what was there before.
     """
 
     program: RankProgram
     given: Sequence[Name]
-    requests: list[Request] = field(default_factory=list)
+    requests: list[tuple[int, Sequence[Request]]] = field(default_factory=list)
     numbers: dict[Storage, int] = field(default_factory=dict)
     count: int = 0
     _calls: dict[object, _CallRequests] = field(default_factory=dict)
@@ -191,11 +199,11 @@ class _Replay:
         self.walk.advance(step)
         workspace = self.program.update_workspace(step) if step.kind is StepKind.UPDATE else 0
         if workspace and not self.program.update_tier(step):
-            self.requests.append(Request(workspace, -1))
+            self._ask(Request(workspace, -1))
         for name in step.outs:
             if name is not None and (storage := outer[name].storage) not in self.numbers:
                 if storage.nbytes and not storage.tier:
-                    self.requests.append(Request(storage.nbytes))
+                    self._ask(Request(storage.nbytes))
                     self.numbers[storage] = self.count
                     self.count += 1
         self._let_go(touched)
@@ -211,12 +219,11 @@ class _Replay:
             asked = self._calls[key] = _call_requests(block, memory.args, taken)
         self._let_go([storage for storage in touched if storage not in bound and storage not in given])
         self._let_go([given[index] for index in asked.begins])
-        first, at, base = 0, self.requests, self.count
-        for stop, dying in asked.ends:
-            at += [_counted(request, base) for request in asked.requests[first:stop]]
+        base, (*parts, last) = self.count, asked.parts
+        for part, dying in zip(parts, asked.ends, strict=True):
+            self.requests.append((base, part))
             self._let_go([given[index] for index in dying])
-            first = stop
-        at += [_counted(request, base) for request in asked.requests[first:]]
+        self.requests.append((base, last))
         self.count += asked.num_held
         results = dict(zip(step.outs, asked.results, strict=True))  # of a name given twice, the last
         held = set()
@@ -224,14 +231,19 @@ class _Replay:
             if name is not None and number >= 0:
                 self.numbers[self.walk.outer[name].storage] = base + number
                 held.add(number)
-        at += [Request(0, base + number) for number in sorted(asked.left - held)]
+        self._ask(*(Request(0, base + number) for number in sorted(asked.left - held)))
         self._let_go(touched)
+
+    def _ask(self, *requests: Request) -> None:
+        """Ask for something that is no call's."""
+        if requests:
+            self.requests.append((0, requests))
 
     def _let_go(self, storages: Iterable[Storage]) -> None:
         """Free what no name holds."""
         for storage in storages:
             if storage.names == 0 and (number := self.numbers.pop(storage, None)) is not None:
-                self.requests.append(Request(0, number))
+                self._ask(Request(0, number))
 
     def leave(self) -> dict[Name, int]:
         """End the step: the numbers of what stays, by the names that were there before; the rest is freed."""
@@ -244,10 +256,6 @@ class _Replay:
             and outer[name].storage.nbytes == self.program.outer[name].nbytes
         }
         held = frozenset(kept.values())
-        self.requests += [Request(0, number) for number in self.numbers.values() if number not in held]
+        self._ask(*(Request(0, number) for number in self.numbers.values() if number not in held))
         return kept
 
-
-def _counted(request: Request, base: int) -> Request:
-    """A call's request, what it gives back counted from the step's beginning."""
-    return request if request.nbytes else Request(0, base + request.number)
