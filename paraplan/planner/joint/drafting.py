@@ -33,7 +33,7 @@ LEANER = 2.0
 """Times what a pipeline's fullest device is over, what a sharding is to keep less on every one."""
 CALL_S, WHOLE = 1.5e-3, 0.7
 """Seconds that a segment takes to plan per microbatch that it is planned for, before the first pipeline has said so; of
-them, what it takes in each of all microbatches once the plan is made whole."""
+them, what it takes in each that is lowered and simulated once the plan is made whole (see `full_rounds`)."""
 
 
 @dataclass
@@ -52,16 +52,17 @@ class Effort:
         """Until its plan is whole; of one stage nothing to speak of."""
         if combination.pp == 1:
             return 0.0
-        return self.call_s * (self._calls(combination) + WHOLE * self.segments * combination.microbatches)
+        return self.call_s * (self._calls(combination) + WHOLE * self._calls(combination, 1))
 
     def took(self, combination: Combination, seconds: float) -> None:
         """A pipeline was planned for its first microbatches."""
         if combination.pp > 1:
             self.call_s = (self.call_s + seconds / self._calls(combination)) / 2
 
-    def _calls(self, combination: Combination) -> int:
-        filled = FILLED if combination.each == 1 else FILLED_BY_MANY
-        return self.segments * min(combination.microbatches, filled * combination.pp)
+    def _calls(self, combination: Combination, more: int = 0) -> int:
+        """Of segments, in microbatches that fill a pipeline and so many rounds more."""
+        rounds = (FILLED if combination.each == 1 else FILLED_BY_MANY) + more
+        return self.segments * min(combination.microbatches, rounds * combination.pp)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.cost_models.simulator.simulate import RankTrace, Simulation
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.rank_program import RankProgram
-from paraplan.ir.execution.schedule import PER_STEP, parse_action, split_classes, spread
+from paraplan.ir.execution.schedule import PER_STEP, ActionKind, parse_action, split_classes, spread
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
 from paraplan.ir.process.memo import SESSION, Lately
@@ -54,6 +54,7 @@ REACH = 2
 or, where it has several stages, about as many as there are positions."""
 EXACT = 1e-9
 """Of a step, what times may differ by that are rounded differently."""
+_BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
 _TIMES = ("step_s", "compute_s", "exposed_comm_s", "exposed_copy_s", "bubble_s", "exposed_update_s")
 _STREAMS = ("comm_s", "copy_s", "update_s", "stalled_s")
 
@@ -207,6 +208,12 @@ def _later_s(program: RankProgram, trace: RankTrace, positions: int) -> tuple[fl
     ]
     stop = _longest(alike, length)
     if stop is None:
+        return None
+    last = max(action.microbatch for action, _ in actions)
+    forwards = [at for at, (action, _) in enumerate(actions) if action.kind is ActionKind.F]
+    ends_step = [at for at, (action, _) in enumerate(actions) if action.kind in _BACKWARD and action.microbatch == last]
+    stop = min(stop, forwards[-1] - length, ends_step[0] - length)  # from there on it does what ends a step as well
+    if stop < length // REACH:
         return None
     apart = [actions[at + length][1] - actions[at][1] for at in range(stop - length // REACH, stop)]
     return min(apart), max(apart)
