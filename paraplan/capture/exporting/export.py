@@ -18,6 +18,7 @@ from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional
 from paraplan.capture.exporting.hf import eager_masks, old_mixture
+from paraplan.capture.exporting.repeated import Repeated
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.precision import brought_by, default_dtype
@@ -113,6 +114,7 @@ class _WithLoss(nn.Module):
         self._choose, self._precision, self._reading, self._followed = choose, asked.precision, reading, followed
         self._switches, self._aliases = Switches(), Aliases(model)
         self._loops = loops
+        self._repeated = Repeated(lambda: loops.active is None and self._switches.all_on)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, the auxiliary outputs, then what forward left in attributes that it read."""
@@ -133,7 +135,9 @@ class _WithLoss(nn.Module):
         self._switches.begin(self.model)
         self._aliases.begin(self.model)
         with self._followed, self._switches, self._aliases, self._loops.mode():
-            yield
+            self._repeated.begin(_WithLoss.forward.__code__)
+            with self._repeated:
+                yield
         self._switches.end()
 
     def _call(self, batch: dict[str, Tensor]) -> object:
