@@ -21,6 +21,7 @@ from torch._C import (
     _current_graph_task_id,
     _dispatch_has_kernel_for_dispatch_key,
     _dispatch_keys,
+    _DisableTorchDispatch,
     _FunctionBase,
     _len_torch_dispatch_stack,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Recording",
     "TorchDispatchMode",
     "assert_async",
+    "below_modes",
     "call_within",
     "composites_known",
     "fake_mode",
@@ -279,6 +281,11 @@ def call_within(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwarg
         return func(*args, **kwargs)
     with mode:
         return func.redispatch(DispatchKeySet(key), *args, **kwargs)
+
+
+def below_modes() -> AbstractContextManager[Any]:
+    """Under it, ops are asked of no dispatch mode."""
+    return _DisableTorchDispatch()  # type: ignore[no-any-return]
 
 
 def storage_key(tensor: Tensor) -> int:

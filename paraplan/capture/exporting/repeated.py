@@ -24,7 +24,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.exporting.decided import is_noted
+from paraplan.capture.exporting.stand_ins import Maker, StandIns
 from paraplan.kernels.torch_private import FakeTensor, OpOverload, Recording, recording_state
 
 _OPAQUE = (int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -79,12 +80,14 @@ class _Call(NamedTuple):
         ops: its nodes.
         results: what it gave back, tensors as `_Value`s.
         renewed: (tensor, node) per argument that the trace knows as another value since (written in place).
+        stand_ins: for the values that a later call makes.
         codes: of the frames that its key has by id, held so that the ids stay theirs.
     """
 
     ops: tuple[_Op, ...]
     results: Any
     renewed: tuple[tuple[int, int], ...]
+    stand_ins: StandIns
     codes: tuple[types.CodeType, ...]
 
 
@@ -101,6 +104,7 @@ class Repeated(TorchFunctionMode):
         self._calls: dict[object, _Call | None] = {}
         self._recording: Recording | None = None
         self._root: types.CodeType | None = None
+        self._maker: Maker | None = None
 
     def begin(self, root: types.CodeType) -> None:
         """A forward follows.
@@ -108,7 +112,7 @@ class Repeated(TorchFunctionMode):
         Args:
             root: code of the function that all frames of interest are called by.
         """
-        self._calls, self._root = {}, root
+        self._calls, self._root, self._maker = {}, root, None
         self._recording = Recording.of_library_modes()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,7 +131,12 @@ class Repeated(TorchFunctionMode):
         if key not in self._calls:
             return self._trace(key, codes, tensors, func, args, kwargs)
         known = self._calls[key]
-        return func(*args, **kwargs) if known is None else _again(recording, known, tensors)
+        if known is None:
+            return func(*args, **kwargs)
+        with recording.paused():
+            if self._maker is None:
+                self._maker = Maker(tensors[0].fake_mode)  # type: ignore[attr-defined]
+            return _again(recording, known, tensors, self._maker)
 
     def _key(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], frame: types.FrameType | None
@@ -240,7 +249,11 @@ def _kept(
         results = _placed(made, tensors, values, recording)
     except _Unkeyed:
         return None
-    return _Call(tuple(ops), results, tuple(renewed), codes) if ops else None
+    if not ops:
+        return None
+    writes = any(isinstance(op.target, OpOverload) and op.target._schema.is_mutable for op in ops)
+    stand_ins = StandIns(tuple(_places(results)), len(tensors), writes)
+    return _Call(tuple(ops), results, tuple(renewed), stand_ins, codes)
 
 
 def _after(last: fx.Node) -> Iterator[fx.Node]:
@@ -276,17 +289,31 @@ class _Results(NamedTuple):
     parts: list[Any]
 
 
-def _again(recording: Recording, call: _Call, tensors: list[Tensor]) -> Any:
+def _places(results: Any) -> Iterator[int]:
+    """Where results are among the values of a call."""
+    if type(results) is _Results:
+        for part in results.parts:
+            yield from _places(part)
+    else:
+        yield results.index
+
+
+def _again(recording: Recording, call: _Call, tensors: list[Tensor], maker: Maker) -> Any:
     """Appends the nodes of an earlier call for other tensors; the results."""
-    values: list[Any] = list(tensors)
-    with recording.paused():
-        nodes = [recording.node_of(x) for x in tensors]
+
+    def run() -> list[Any]:
+        values: list[Any] = list(tensors)
         for op in call.ops:
-            nodes.append(recording.append(op.target, _filled(op.args, nodes), _filled(op.kwargs, nodes), op.meta))
             values.append(op.target(*_filled(op.args, values), **_filled(op.kwargs, values)))
-        for index, place in call.renewed:
-            recording.know(tensors[index], nodes[place])
-        return _given(recording, call.results, values, nodes, len(tensors))
+        return values
+
+    nodes: list[Any] = [recording.node_of(x) for x in tensors]
+    for op in call.ops:
+        nodes.append(recording.append(op.target, _filled(op.args, nodes), _filled(op.kwargs, nodes), op.meta))
+    values = call.stand_ins.values(tensors, maker, run)
+    for index, place in call.renewed:
+        recording.know(tensors[index], nodes[place])
+    return _given(recording, call.results, values, nodes, len(tensors))
 
 
 def _filled(value: Any, found: list[Any]) -> Any:
@@ -305,7 +332,7 @@ def _filled(value: Any, found: list[Any]) -> Any:
     return value
 
 
-def _given(recording: Recording, results: Any, values: list[Any], nodes: list[Any], count: int) -> Any:
+def _given(recording: Recording, results: Any, values: Sequence[Any], nodes: list[Any], count: int) -> Any:
     """Results of a call; the trace knows those that are none of its tensors as the nodes that made them."""
     if type(results) is _Results:
         parts = [_given(recording, each, values, nodes, count) for each in results.parts]
