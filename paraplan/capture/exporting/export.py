@@ -216,10 +216,13 @@ def export_loss(
 def _say_loss(graph: fx.Graph, loss_fn: LossFn | None) -> None:
     """Ops of the loss function come from its first line: torch keeps lines of functions called forward alone."""
     head = stack_of(loss_fn)
+    said: dict[str, str] = {}  # nodes of equal calls share their stacks
     for node in graph.nodes:
         stack = node.meta.get("stack_trace")
-        if node.op == "call_function" and stack and not line_of_stack(stack):
-            node.meta["stack_trace"] = f"{stack.rstrip()}\n{head}"
+        if node.op == "call_function" and stack:
+            if stack not in said:
+                said[stack] = stack if line_of_stack(stack) else f"{stack.rstrip()}\n{head}"
+            node.meta["stack_trace"] = said[stack]
 
 
 def _keep_no_grad(module: fx.GraphModule) -> None:
@@ -348,17 +351,22 @@ def _refuse_regions(graph: fx.Graph) -> None:
         CaptureError: there is one; names the line.
     """
     for node in graph.nodes:
-        line = line_of_stack(node.meta.get("stack_trace")) or "somewhere in the forward"
         if str(node.target) in _NUMBERS:
-            raise CaptureError(f"{line}: {DATA_DEPENDENT} (.item(), float() or int() of a tensor)")
+            raise CaptureError(f"{_line(node)}: {DATA_DEPENDENT} (.item(), float() or int() of a tensor)")
         made = node.meta.get("val")
         if any(isinstance(n, torch.SymInt) for x in _listed(made) if isinstance(x, Tensor) for n in x.shape):
-            raise CaptureError(f"{line}: {DATA_DEPENDENT} ({node.target} gives as many elements as its data say)")
+            raise CaptureError(
+                f"{_line(node)}: {DATA_DEPENDENT} ({node.target} gives as many elements as its data say)"
+            )
         if node.op == "call_function" and is_region(node.target):
             raise CaptureError(
-                f"{line}: {node.target} runs a branch or a loop of its own, which a program cannot hold; compute both "
+                f"{_line(node)}: {node.target} runs a branch or a loop of its own, which a program cannot hold; compute both "
                 "branches and choose with torch.where, write the loop out"
             )
+
+
+def _line(node: fx.Node) -> str:
+    return line_of_stack(node.meta.get("stack_trace")) or "somewhere in the forward"
 
 
 _KNOWN = {
