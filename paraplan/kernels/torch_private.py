@@ -22,6 +22,7 @@ from torch._C import (
     _dispatch_has_kernel_for_dispatch_key,
     _dispatch_keys,
     _DisableTorchDispatch,
+    _ExcludeDispatchKeyGuard,
     _FunctionBase,
     _len_torch_dispatch_stack,
 )
@@ -36,7 +37,6 @@ from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     _ProxyTensor,
-    disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
@@ -187,6 +187,7 @@ def trace_as(tensor: Tensor, known: object) -> None:
 
 
 _LIBRARIES = ("torch", "paraplan")
+_PRE_DISPATCH = DispatchKeySet(DispatchKey.PreDispatch)
 
 
 class Recording:
@@ -251,7 +252,7 @@ class Recording:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Under it, nothing is recorded, and functions are called past all modes of functions."""
-        with disable_proxy_modes_tracing(), DisableTorchFunction():
+        with _ExcludeDispatchKeyGuard(_PRE_DISPATCH), DisableTorchFunction():
             yield
 
 
