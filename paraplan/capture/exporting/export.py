@@ -18,7 +18,7 @@ from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional
 from paraplan.capture.exporting.hf import eager_masks, old_mixture
-from paraplan.capture.exporting.repeated import Repeated
+from paraplan.capture.repeating.repeated_calls import Repeated
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.precision import brought_by, default_dtype
@@ -113,6 +113,7 @@ class _WithLoss(nn.Module):
         )  # in a tuple, lest a module becomes part of the model
         self._choose, self._precision, self._reading, self._followed = choose, asked.precision, reading, followed
         self._switches, self._aliases = Switches(), Aliases(model)
+        self._answers, self._outside = Decided(), NoOutsideGradients()
         self._loops = loops
         self._repeated = Repeated(lambda: loops.active is None and self._switches.all_on)
 
@@ -134,7 +135,7 @@ class _WithLoss(nn.Module):
     def _following(self) -> Iterator[None]:
         self._switches.begin(self.model)
         self._aliases.begin(self.model)
-        with self._followed, self._switches, self._aliases, self._loops.mode():
+        with self._outside, self._answers, self._followed, self._switches, self._aliases, self._loops.mode():
             self._repeated.begin(_WithLoss.forward.__code__)
             with self._repeated:
                 yield
@@ -187,8 +188,7 @@ def export_loss(
     narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())
     with mode, narrow, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
         try:
-            outside = no_outside_numbers(), NoOutsideGradients(), Decided()
-            with outside[0], outside[1], outside[2], reading.watching(), loops_followed(model, loss_fn, loops):
+            with no_outside_numbers(), reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
             _keep_no_grad(program.graph_module)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.zoo import build as of_zoo
 from paraplan.capture import capture
 from paraplan.capture.exporting import export
-from paraplan.capture.exporting.repeated import Repeated
+from paraplan.capture.repeating.repeated_calls import Repeated
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.struct import to_json
 from paraplan.kernels.torch_private import Recording, tree_leaves

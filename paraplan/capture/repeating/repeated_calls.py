@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.exporting.decided import is_noted
-from paraplan.capture.exporting.stand_ins import Maker, StandIns
+from paraplan.capture.repeating.stand_ins import Maker, StandIns
 from paraplan.kernels.torch_private import FakeTensor, OpOverload, Recording, recording_state
 
 _OPAQUE = (int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
