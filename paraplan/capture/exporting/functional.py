@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from paraplan.capture.exporting.in_place import make_functional, writes_of
 from paraplan.kernels.torch_private import OpOverload, is_composite, is_region
 
 aten = torch.ops.aten
@@ -59,6 +60,10 @@ def functional(program: ExportedProgram) -> ExportedProgram | None:
         return None
     if not all(_respellable(node) for node in graph.nodes if node.op == "call_function"):
         return None
+    writes = writes_of(graph, lambda target: str(target) in _MAKES)
+    if writes is None:
+        return None
+    make_functional(graph, writes)
     for node in list(graph.nodes):
         if node.op == "call_function":
             respell = _RESPELL.get(str(node.target))
@@ -71,14 +76,16 @@ def _respellable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    if target._schema.is_mutable or "val" not in node.meta or str(target) in _LEFT:
+    if "val" not in node.meta or str(target) in _LEFT:
         return False
-    return not is_composite(target) or str(target) in KEPT or str(target) in _RESPELL
+    return target._schema.is_mutable or not is_composite(target) or str(target) in KEPT or str(target) in _RESPELL
 
+
+_MAKES = KEPT - {"aten.contiguous.default", "aten.broadcast_tensors.default", "aten.pad.default"}
+"""Those whose results share memory with nothing."""
 
 _LEFT = frozenset(
     {
-        "aten.lift_fresh_copy.default",
         "aten.native_dropout.default",
         "aten.batch_norm.default",
         "aten.native_batch_norm.default",
@@ -132,6 +139,17 @@ def _dropout(node: fx.Node) -> None:
     _replace(node, _make(node, operator.getitem, pair, 0))
 
 
+def _clone(node: fx.Node) -> None:
+    _replace(node, _make(node, aten.clone.default, node.args[0]))
+
+
+def _chunk(node: fx.Node) -> None:
+    source, parts, dim = (*node.args, 0)[:3]
+    assert isinstance(source, fx.Node) and isinstance(parts, int) and isinstance(dim, int)
+    size = -(-source.meta["val"].shape[dim] // parts)
+    _replace(node, _make(node, aten.split.Tensor, source, size, dim))
+
+
 def _expand(node: fx.Node) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -144,6 +162,9 @@ _RESPELL: dict[str, Callable[[fx.Node], None]] = {
     "aten.to.device": _cast,
     "aten.to.dtype_layout": _cast,
     "aten.to.other": _cast,
+    "aten.type_as.default": _cast,
+    "aten.lift_fresh_copy.default": _clone,
+    "aten.chunk.default": _chunk,
     "aten.reshape.default": _reshape,
     "aten.flatten.using_ints": _reshape,
     "aten.unflatten.int": _reshape,
