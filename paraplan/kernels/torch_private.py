@@ -19,9 +19,9 @@ from torch._C import (
     DispatchKey,
     DispatchKeySet,
     _current_graph_task_id,
+    _DisableTorchDispatch,
     _dispatch_has_kernel_for_dispatch_key,
     _dispatch_keys,
-    _DisableTorchDispatch,
     _ExcludeDispatchKeyGuard,
     _FunctionBase,
     _len_torch_dispatch_stack,
@@ -261,8 +261,11 @@ def recording_state() -> object:
     `torch.func`."""
     if peek_interpreter_stack() is not None or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return None
-    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled(), (
-        _len_torch_dispatch_stack()
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        (_len_torch_dispatch_stack()),
     )
 
 

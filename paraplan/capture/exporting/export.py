@@ -16,9 +16,8 @@ from paraplan.capture.cutting.outputs import LossChoice, choose_losses, named_te
 from paraplan.capture.exporting.decided import Decided
 from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
-from paraplan.capture.exporting.functional import functional
+from paraplan.capture.exporting.functional import functional, keep_no_grad
 from paraplan.capture.exporting.hf import eager_masks, old_mixture
-from paraplan.capture.repeating.repeated_calls import Repeated
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.precision import brought_by, default_dtype
@@ -30,6 +29,7 @@ from paraplan.capture.recurrences.followed_loops import loops_followed
 from paraplan.capture.recurrences.layers import recurrent_layers
 from paraplan.capture.recurrences.loop_runs import Loops
 from paraplan.capture.recurrences.markers import NotALoop
+from paraplan.capture.repeating.repeated_calls import Repeated
 from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.rewriting.strided import write_by_index
 from paraplan.capture.source_lines import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
@@ -191,7 +191,7 @@ def export_loss(
             with no_outside_numbers(), reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
-            _keep_no_grad(program.graph_module)
+            keep_no_grad(program.graph_module)
             with composites_known():
                 program = functional(program) or program.run_decompositions({**recurrent_layers(), **explicit()})
         except CaptureError:
@@ -223,31 +223,6 @@ def _say_loss(graph: fx.Graph, loss_fn: LossFn | None) -> None:
             if stack not in said:
                 said[stack] = stack if line_of_stack(stack) else f"{stack.rstrip()}\n{head}"
             node.meta["stack_trace"] = said[stack]
-
-
-def _keep_no_grad(module: fx.GraphModule) -> None:
-    """Detaches what no_grad regions return: inlining them would silently give it a gradient."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            inner = getattr(module, node.args[1].target)
-            if node.args[0] is False:
-                _detach_outputs(inner)
-    for child in module.children():
-        if isinstance(child, fx.GraphModule):
-            _keep_no_grad(child)
-
-
-def _detach_outputs(module: fx.GraphModule) -> None:
-    output = module.graph.output_node()
-    with module.graph.inserting_before(output):
-
-        def detach(value: fx.Node) -> fx.Node:
-            made = module.graph.call_function(torch.ops.aten.detach.default, (value,))
-            made.meta = dict(value.meta)
-            return made
-
-        output.args = fx.map_arg(output.args, detach)
-    module.recompile()
 
 
 def _reject_mutation(program: ExportedProgram) -> None:
@@ -360,8 +335,8 @@ def _refuse_regions(graph: fx.Graph) -> None:
             )
         if node.op == "call_function" and is_region(node.target):
             raise CaptureError(
-                f"{_line(node)}: {node.target} runs a branch or a loop of its own, which a program cannot hold; compute both "
-                "branches and choose with torch.where, write the loop out"
+                f"{_line(node)}: {node.target} runs a branch or a loop of its own, which a program cannot hold; "
+                "compute both branches and choose with torch.where, write the loop out"
             )
 
 

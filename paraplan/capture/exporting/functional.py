@@ -72,6 +72,35 @@ def functional(program: ExportedProgram) -> ExportedProgram | None:
     return program
 
 
+def keep_no_grad(module: fx.GraphModule) -> None:
+    """Detaches what no_grad regions return: inlining them would silently give it a gradient.
+
+    Args:
+        module: as exported; changed.
+    """
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            inner = getattr(module, node.args[1].target)
+            if node.args[0] is False:
+                _detach_outputs(inner)
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            keep_no_grad(child)
+
+
+def _detach_outputs(module: fx.GraphModule) -> None:
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+
+        def detach(value: fx.Node) -> fx.Node:
+            made = module.graph.call_function(torch.ops.aten.detach.default, (value,))
+            made.meta = dict(value.meta)
+            return made
+
+        output.args = fx.map_arg(output.args, detach)
+    module.recompile()
+
+
 def _respellable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):

@@ -1,10 +1,10 @@
 """Writes in place made functional without retracing, where what is written is a forward's own and has no other name.
 
 Problem: one `w /= w.sum()` or `y[..., :n] = x` in a layer sends a whole graph to `run_decompositions`, which traces it
-once more. Method: a write to a tensor that an op of the graph has made anew becomes the op that gives the written value,
-which is what later readers read; a write to a slice or an index of it is put back by `slice_scatter` or `select_scatter`,
-as torch's functionalization spells it. Limits: refused is a write to an input, parameter or buffer, to a view of any
-other kind, and one where an alias made before is read after it.
+once more. Method: a write to a tensor that an op of the graph has made anew becomes the op that gives the written
+value, which is what later readers read; a write to a slice or an index of it is put back by `slice_scatter` or
+`select_scatter`, as torch's functionalization spells it. Limits: left to `run_decompositions` are writes to inputs,
+parameters and buffers, to views of any other kind, and those where an alias made before is read after.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Problem: an export spends some 5 ms on every call of a function, most of it on finding out what is recorded, though the
 layers of a model make the same calls. Method: the first call of its like is traced in full, and the nodes it added are
-kept under a key. A later call with an equal key appends the same nodes with its own tensors for arguments, and gets its
-results by running their ops on its own fake tensors with nothing recorded. Python is run as ever, layer by layer: hooks,
-counters, caches and conditions see and do what they would without, and whatever differs between two layers differs in
-their calls.
+kept under a key. A later call with an equal key appends the same nodes with its own tensors for arguments; its results
+are made as the first call's were (`stand_ins`). Python is run as ever, layer by layer: hooks, counters, caches and
+conditions see and do what they would without, and layers that differ in anything differ in their calls.
 
 Two calls are alike where all is equal that what is recorded depends on:
 
@@ -14,9 +13,10 @@ Two calls are alike where all is equal that what is recorded depends on:
     stack down to its instruction (the source lines that nodes keep).
 
 Limits: arguments are fake tensors that the trace under way knows, and none that it knows the value of. Nothing is kept
-of calls that record anything but ops of torch on their arguments (constants, parameters of their own, regions, switches
-of grad mode), that give back something else than tensors, or that other modes of the export answer by identity. Under
-autocast, transforms of `torch.func`, switched parameters, loops over time and modes of the user's, all calls are traced.
+of calls that record anything but ops of torch on their arguments (constants, parameters of their own, regions,
+switches of grad mode), that give back something else than tensors, or that other modes of the export answer by
+identity. Under autocast, transforms of `torch.func`, switched parameters, loops over time and modes of the user's, all
+calls are traced.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ASKED = frozenset(
 """What every mode passes on and nothing is recorded of."""
 
 
-class _Unkeyed(Exception):  # noqa: N818  (no error: the call is traced)
+class _Unkeyed(Exception):
     """An argument that no key holds."""
 
 

@@ -49,7 +49,7 @@ class _Event(NamedTuple):
     made: _Layout | tuple[_Layout, ...]
 
 
-class _Unlike(Exception):  # noqa: N818  (no error: the ops are run)
+class _Unlike(Exception):
     """An op is asked for that was not before."""
 
 

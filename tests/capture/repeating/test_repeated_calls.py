@@ -1,4 +1,4 @@
-"""Calls recorded by copying are recorded as tracing records them: the same graph, node for node, and the same program."""
+"""Calls recorded by copying are recorded as tracing records them: the same graph, node for node, the same program."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _lines(module: fx.GraphModule) -> list[str]:
             else x
             for x in tree_leaves(node.meta.get("val"))
         ]
-        kept = (node.meta.get("stack_trace"), node.meta.get("nn_module_stack"), sorted(node.meta))
+        kept = (node.meta.get("stack_trace"), node.meta.get("nn_module_stack"))
         found.append(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {values} {kept}")
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):
@@ -384,10 +384,8 @@ class _Counting(Stack):
     """A number that every layer sees another value of."""
 
     def run(self, x: Tensor) -> Tensor:
-        calls = 0
-        for layer in self.layers:
-            calls += 1
-            x = layer(x) if calls != 4 else layer(x) + calls * x
+        for calls, layer in enumerate(self.layers):
+            x = layer(x) if calls != 3 else layer(x) + calls * x
         return x
 
 
