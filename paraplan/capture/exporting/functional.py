@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from paraplan.capture.exporting.in_place import make_functional, writes_of
+from paraplan.capture.exporting.in_place import has_writes, make_functional, writes_of
 from paraplan.kernels.torch_private import OpOverload, is_composite, is_region
 
 aten = torch.ops.aten
@@ -56,12 +56,13 @@ def functional(program: ExportedProgram) -> ExportedProgram | None:
     graph = program.graph_module.graph
     if any(spec.kind is OutputKind.BUFFER_MUTATION for spec in program.graph_signature.output_specs):
         return None
-    if not _inline_grad_modes(program.graph_module):
+    if _writes_in_regions(program.graph_module) or not _inline_grad_modes(program.graph_module):
         return None
     if not all(_respellable(node) for node in graph.nodes if node.op == "call_function"):
         return None
+    _detach_constants(graph)
     writes = writes_of(graph, lambda target: str(target) in _MAKES)
-    if writes is None:
+    if writes is None or not all(_is_kept(write.target) for write in writes):
         return None
     make_functional(graph, writes)
     for node in list(graph.nodes):
@@ -101,13 +102,31 @@ def _detach_outputs(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def _detach_constants(graph: fx.Graph) -> None:
+    """`detach_` of a number that forward wrote out, which has no gradient to lose, is no write."""
+    for node in graph.nodes:
+        if node.target is aten.detach_.default and node.args[0].target is aten.lift_fresh_copy.default:
+            node.target = aten.detach.default
+
+
 def _respellable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     if "val" not in node.meta or str(target) in _LEFT:
         return False
-    return target._schema.is_mutable or not is_composite(target) or str(target) in KEPT or str(target) in _RESPELL
+    return target._schema.is_mutable or _is_kept(target)
+
+
+def _is_kept(target: OpOverload) -> bool:
+    """Whether an op that writes nothing stays, or is respelled."""
+    return not is_composite(target) or str(target) in KEPT or str(target) in _RESPELL
+
+
+def _writes_in_regions(module: fx.GraphModule) -> bool:
+    """Whether anything is written under another grad mode, to what may be read under this one."""
+    inner = [child for child in module.children() if isinstance(child, fx.GraphModule)]
+    return any(has_writes(child.graph) or _writes_in_regions(child) for child in inner)
 
 
 _MAKES = KEPT - {"aten.contiguous.default", "aten.broadcast_tensors.default", "aten.pad.default"}

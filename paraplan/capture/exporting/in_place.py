@@ -42,26 +42,36 @@ class Write(NamedTuple):
     part: bool
 
 
+def has_writes(graph: fx.Graph) -> bool:
+    """Whether a graph writes any tensor in place."""
+    return any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.nodes)
+
+
 def writes_of(graph: fx.Graph, kept: Callable[[OpOverload], bool]) -> list[Write] | None:
     """The writes of a graph without regions; None where one cannot be made functional.
 
     Args:
-        graph: is not changed.
+        graph: is not changed; no write of it stood in a region.
         kept: whether a composite op is one whose results share memory with nothing.
     """
+    if not has_writes(graph):
+        return []
     order = {node: place for place, node in enumerate(graph.nodes)}
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
+    sharing: dict[fx.Node, list[fx.Node]] = {}  # what may share its memory with a root, so far
     found: list[Write] = []
     for node in graph.nodes:
         target = node.target
         if isinstance(target, OpOverload) and target._schema.is_mutable:
             write = _write(node, target, roots)
-            if write is None or not _is_alone(write, roots, order):
+            if write is None or not _is_alone(write, sharing[write.base], order):
                 return None
             found.append(write)
             roots[node] = frozenset((write.base,))
         else:
             roots[node] = _roots(node, roots, kept)
+        for root in roots[node]:
+            sharing.setdefault(root, []).append(node)
     return found
 
 
@@ -121,24 +131,22 @@ def _functional(target: OpOverload) -> OpOverload | None:
     """The op that gives what another one writes to its first argument."""
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None)
-    if target.namespace != "aten" or not name.endswith("_") or packet is None:
+    if target.namespace != "aten" or not name.endswith("_") or name == "set_" or packet is None:
         return None
     found = getattr(packet, target._overloadname or "default", None)
     if not isinstance(found, OpOverload) or found._schema.is_mutable:
         return None
     written = [each.name for each in target._schema.arguments if each.alias_info is not None]
     mine, theirs = ([(each.name, str(each.type)) for each in op._schema.arguments] for op in (target, found))
-    alike = mine == theirs and written == [mine[0][0]] and len(found._schema.returns) == 1
-    return found if alike else None
+    new = len(found._schema.returns) == 1 and found._schema.returns[0].alias_info is None
+    return found if new and mine == theirs and written == [mine[0][0]] else None
 
 
-def _is_alone(write: Write, roots: dict[fx.Node, frozenset[fx.Node]], order: dict[fx.Node, int]) -> bool:
+def _is_alone(write: Write, sharing: list[fx.Node], order: dict[fx.Node, int]) -> bool:
     """Whether of what was made before a write and shares memory with what it writes only the whole is read after it."""
     at = order[write.node]
-    return not any(
-        write.base in found and not _is_whole(node, write.base) and any(order[user] > at for user in node.users)
-        for node, found in roots.items()
-    )
+    parts = (node for node in sharing if not _is_whole(node, write.base))
+    return not any(order[user] > at for node in parts for user in node.users)
 
 
 def make_functional(graph: fx.Graph, writes: list[Write]) -> None:
