@@ -215,9 +215,11 @@ class Recording:
         return next(iter(reversed(self.tracer.graph.nodes)))
 
     def node_of(self, x: Tensor) -> Node | None:
-        """What a tensor is recorded as; None where it is not, or where its value is known."""
+        """What a tensor is recorded as; None where it is not, where its value is known, or a size of it is not."""
         known = get_proxy_slot(x, self.tracer, None)
         if known is None or known.constant is not None or getattr(x, "constant", None) is not None:
+            return None
+        if x._has_symbolic_sizes_strides:
             return None
         node = known.proxy.node
         return node if isinstance(node, Node) else None

@@ -122,7 +122,9 @@ class Repeated(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _ASKED and type(args[0]) is FakeTensor:
             with recording.paused_functions():
-                return func(*args, **kwargs)
+                if recording.node_of(args[0]) is not None:
+                    return func(*args, **kwargs)
+            return func(*args, **kwargs)
         tensors: list[Tensor] = []
         with recording.paused_functions():
             key, codes = self._key(func, args, kwargs, tensors, sys._getframe(1))
