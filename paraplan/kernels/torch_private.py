@@ -6,32 +6,46 @@ Names here are ours; everything else in `capture` imports them from this file. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import _assert_async as assert_async
 from torch import _scaled_mm as scaled_mm
 from torch._C import (
+    DisableTorchFunction,
     DispatchKey,
     DispatchKeySet,
     _current_graph_task_id,
+    _DisableTorchDispatch,
     _dispatch_has_kernel_for_dispatch_key,
+    _dispatch_keys,
+    _ExcludeDispatchKeyGuard,
     _FunctionBase,
+    _len_torch_dispatch_stack,
 )
+from torch._C._functorch import peek_interpreter_stack
 from torch._export import utils as _export_utils
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import exported_program as _exported_program
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    set_proxy_slot,
+)
 from torch.jit import ScriptFunction, optimized_execution
 from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -42,8 +56,10 @@ __all__ = [
     "COMPILED",
     "FakeTensor",
     "OpOverload",
+    "Recording",
     "TorchDispatchMode",
     "assert_async",
+    "below_modes",
     "call_within",
     "composites_known",
     "fake_mode",
@@ -57,6 +73,7 @@ __all__ = [
     "lazy_module",
     "lazy_modules",
     "recording_graph",
+    "recording_state",
     "run_function",
     "scaled_mm",
     "scripts_by_op",
@@ -169,6 +186,91 @@ def trace_as(tensor: Tensor, known: object) -> None:
     set_proxy_slot(tensor, mode.tracer, known)
 
 
+_LIBRARIES = ("torch", "paraplan")
+_PRE_DISPATCH = DispatchKeySet(DispatchKey.PreDispatch)
+
+
+class Recording:
+    """The trace under way, and appending to it without tracing."""
+
+    def __init__(self, tracer: Any) -> None:
+        self.tracer = tracer
+
+    @classmethod
+    def of_library_modes(cls) -> Recording | None:
+        """The trace under way; None where there is none, or a function mode is active that is neither torch's nor
+        ours."""
+        mode = get_proxy_mode()
+        modes = _get_current_function_mode_stack()
+        ours = all(type(each).__module__.partition(".")[0] in _LIBRARIES for each in modes)
+        return cls(mode.tracer) if mode is not None and ours else None
+
+    def is_current(self) -> bool:
+        """Whether what is called now is recorded by this trace."""
+        mode = get_proxy_mode()
+        return mode is not None and mode.tracer is self.tracer
+
+    def last(self) -> Node:
+        """The node recorded last."""
+        return next(iter(reversed(self.tracer.graph.nodes)))
+
+    def node_of(self, x: Tensor) -> Node | None:
+        """What a tensor is recorded as; None where it is not, where its value is known, or a size of it is not."""
+        known = get_proxy_slot(x, self.tracer, None)
+        if known is None or known.constant is not None or getattr(x, "constant", None) is not None:
+            return None
+        if x._has_symbolic_sizes_strides:
+            return None
+        node = known.proxy.node
+        return node if isinstance(node, Node) else None
+
+    def know(self, x: Tensor, node: Node) -> None:
+        """Has a tensor recorded as a node."""
+        set_proxy_slot(x, self.tracer, _ProxyTensor(Proxy(node, self.tracer), None))
+
+    def described(self, x: Tensor) -> object:
+        """What torch's functions see of a tensor without data."""
+        keys = _dispatch_keys(x).raw_repr()
+        return x.dtype, x.shape, x.stride(), x.storage_offset(), x.device, x.requires_grad, keys
+
+    def append(self, target: Callable[..., Any], args: Any, kwargs: Any, meta: Mapping[str, Any]) -> Node:
+        """A call after the last node, where the module being called now says; `meta` is that of an equal call."""
+        tracer = self.tracer
+        packet = getattr(target, "overloadpacket", None)
+        name = None if packet is None else tracer.graph._target_to_str(packet.__name__)
+        traces, tracer.record_stack_traces = tracer.record_stack_traces, False
+        try:
+            node = tracer.create_node("call_function", target, args, kwargs, name)
+        finally:
+            tracer.record_stack_traces = traces
+        node.meta |= {key: meta[key] for key in ("val", "tensor_meta", "stack_trace") if key in meta}
+        assert isinstance(node, Node)
+        return node
+
+    def paused_functions(self) -> AbstractContextManager[Any]:
+        """Under it, functions are called past all modes of functions."""
+        return DisableTorchFunction()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Under it, nothing is recorded, and functions are called past all modes of functions."""
+        with _ExcludeDispatchKeyGuard(_PRE_DISPATCH), DisableTorchFunction():
+            yield
+
+
+def recording_state() -> object:
+    """What of the state of the process has a say in what is recorded; None under autocast or a transform of
+    `torch.func`."""
+    if peek_interpreter_stack() is not None or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return None
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        (_len_torch_dispatch_stack()),
+    )
+
+
 COMPILED = frozenset(
     {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "quantized", "paraplan_gpu"}
 )
@@ -185,6 +287,11 @@ def call_within(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwarg
         return func(*args, **kwargs)
     with mode:
         return func.redispatch(DispatchKeySet(key), *args, **kwargs)
+
+
+def below_modes() -> AbstractContextManager[Any]:
+    """Under it, ops are asked of no dispatch mode."""
+    return _DisableTorchDispatch()  # type: ignore[no-any-return]
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -72,6 +72,11 @@ class Decided(TorchFunctionMode):
         return made
 
 
+def is_noted(func: object) -> bool:
+    """Whether what is known of a single number may depend on a call of this function."""
+    return func in _UNIFORM or func in _COMPARED
+
+
 def _is_in(noted: dict[int, tuple[Tensor, int]], x: object) -> bool:
     """Whether a tensor was noted, and not written since."""
     found = noted.get(id(x))

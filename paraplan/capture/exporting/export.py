@@ -16,7 +16,7 @@ from paraplan.capture.cutting.outputs import LossChoice, choose_losses, named_te
 from paraplan.capture.exporting.decided import Decided
 from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
-from paraplan.capture.exporting.functional import functional
+from paraplan.capture.exporting.functional import functional, keep_no_grad
 from paraplan.capture.exporting.hf import eager_masks, old_mixture
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
@@ -29,6 +29,7 @@ from paraplan.capture.recurrences.followed_loops import loops_followed
 from paraplan.capture.recurrences.layers import recurrent_layers
 from paraplan.capture.recurrences.loop_runs import Loops
 from paraplan.capture.recurrences.markers import NotALoop
+from paraplan.capture.repeating.repeated_calls import Repeated
 from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.rewriting.strided import write_by_index
 from paraplan.capture.source_lines import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
@@ -112,7 +113,9 @@ class _WithLoss(nn.Module):
         )  # in a tuple, lest a module becomes part of the model
         self._choose, self._precision, self._reading, self._followed = choose, asked.precision, reading, followed
         self._switches, self._aliases = Switches(), Aliases(model)
+        self._answers, self._outside = Decided(), NoOutsideGradients()
         self._loops = loops
+        self._repeated = Repeated(lambda: loops.active is None and self._switches.all_on)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The losses, the auxiliary outputs, then what forward left in attributes that it read."""
@@ -132,8 +135,10 @@ class _WithLoss(nn.Module):
     def _following(self) -> Iterator[None]:
         self._switches.begin(self.model)
         self._aliases.begin(self.model)
-        with self._followed, self._switches, self._aliases, self._loops.mode():
-            yield
+        with self._outside, self._answers, self._followed, self._switches, self._aliases, self._loops.mode():
+            self._repeated.begin(_WithLoss.forward.__code__)
+            with self._repeated:
+                yield
         self._switches.end()
 
     def _call(self, batch: dict[str, Tensor]) -> object:
@@ -183,11 +188,10 @@ def export_loss(
     narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())
     with mode, narrow, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
         try:
-            outside = no_outside_numbers(), NoOutsideGradients(), Decided()
-            with outside[0], outside[1], outside[2], reading.watching(), loops_followed(model, loss_fn, loops):
+            with no_outside_numbers(), reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             refuse_lost_writes(program)
-            _keep_no_grad(program.graph_module)
+            keep_no_grad(program.graph_module)
             with composites_known():
                 program = functional(program) or program.run_decompositions({**recurrent_layers(), **explicit()})
         except CaptureError:
@@ -212,35 +216,13 @@ def export_loss(
 def _say_loss(graph: fx.Graph, loss_fn: LossFn | None) -> None:
     """Ops of the loss function come from its first line: torch keeps lines of functions called forward alone."""
     head = stack_of(loss_fn)
+    said: dict[str, str] = {}  # nodes of equal calls share their stacks
     for node in graph.nodes:
         stack = node.meta.get("stack_trace")
-        if node.op == "call_function" and stack and not line_of_stack(stack):
-            node.meta["stack_trace"] = f"{stack.rstrip()}\n{head}"
-
-
-def _keep_no_grad(module: fx.GraphModule) -> None:
-    """Detaches what no_grad regions return: inlining them would silently give it a gradient."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            inner = getattr(module, node.args[1].target)
-            if node.args[0] is False:
-                _detach_outputs(inner)
-    for child in module.children():
-        if isinstance(child, fx.GraphModule):
-            _keep_no_grad(child)
-
-
-def _detach_outputs(module: fx.GraphModule) -> None:
-    output = module.graph.output_node()
-    with module.graph.inserting_before(output):
-
-        def detach(value: fx.Node) -> fx.Node:
-            made = module.graph.call_function(torch.ops.aten.detach.default, (value,))
-            made.meta = dict(value.meta)
-            return made
-
-        output.args = fx.map_arg(output.args, detach)
-    module.recompile()
+        if node.op == "call_function" and stack:
+            if stack not in said:
+                said[stack] = stack if line_of_stack(stack) else f"{stack.rstrip()}\n{head}"
+            node.meta["stack_trace"] = said[stack]
 
 
 def _reject_mutation(program: ExportedProgram) -> None:
@@ -344,17 +326,22 @@ def _refuse_regions(graph: fx.Graph) -> None:
         CaptureError: there is one; names the line.
     """
     for node in graph.nodes:
-        line = line_of_stack(node.meta.get("stack_trace")) or "somewhere in the forward"
         if str(node.target) in _NUMBERS:
-            raise CaptureError(f"{line}: {DATA_DEPENDENT} (.item(), float() or int() of a tensor)")
+            raise CaptureError(f"{_line(node)}: {DATA_DEPENDENT} (.item(), float() or int() of a tensor)")
         made = node.meta.get("val")
         if any(isinstance(n, torch.SymInt) for x in _listed(made) if isinstance(x, Tensor) for n in x.shape):
-            raise CaptureError(f"{line}: {DATA_DEPENDENT} ({node.target} gives as many elements as its data say)")
+            raise CaptureError(
+                f"{_line(node)}: {DATA_DEPENDENT} ({node.target} gives as many elements as its data say)"
+            )
         if node.op == "call_function" and is_region(node.target):
             raise CaptureError(
-                f"{line}: {node.target} runs a branch or a loop of its own, which a program cannot hold; compute both "
-                "branches and choose with torch.where, write the loop out"
+                f"{_line(node)}: {node.target} runs a branch or a loop of its own, which a program cannot hold; "
+                "compute both branches and choose with torch.where, write the loop out"
             )
+
+
+def _line(node: fx.Node) -> str:
+    return line_of_stack(node.meta.get("stack_trace")) or "somewhere in the forward"
 
 
 _KNOWN = {

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from paraplan.capture.exporting.in_place import has_writes, make_functional, writes_of
 from paraplan.kernels.torch_private import OpOverload, is_composite, is_region
 
 aten = torch.ops.aten
@@ -55,10 +56,15 @@ def functional(program: ExportedProgram) -> ExportedProgram | None:
     graph = program.graph_module.graph
     if any(spec.kind is OutputKind.BUFFER_MUTATION for spec in program.graph_signature.output_specs):
         return None
-    if not _inline_grad_modes(program.graph_module):
+    if _writes_in_regions(program.graph_module) or not _inline_grad_modes(program.graph_module):
         return None
     if not all(_respellable(node) for node in graph.nodes if node.op == "call_function"):
         return None
+    _detach_constants(graph)
+    writes = writes_of(graph, lambda target: str(target) in _MAKES)
+    if writes is None or not all(_is_kept(write.target) for write in writes):
+        return None
+    make_functional(graph, writes)
     for node in list(graph.nodes):
         if node.op == "call_function":
             respell = _RESPELL.get(str(node.target))
@@ -67,18 +73,67 @@ def functional(program: ExportedProgram) -> ExportedProgram | None:
     return program
 
 
+def keep_no_grad(module: fx.GraphModule) -> None:
+    """Detaches what no_grad regions return: inlining them would silently give it a gradient.
+
+    Args:
+        module: as exported; changed.
+    """
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            inner = getattr(module, node.args[1].target)
+            if node.args[0] is False:
+                _detach_outputs(inner)
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            keep_no_grad(child)
+
+
+def _detach_outputs(module: fx.GraphModule) -> None:
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+
+        def detach(value: fx.Node) -> fx.Node:
+            made = module.graph.call_function(torch.ops.aten.detach.default, (value,))
+            made.meta = dict(value.meta)
+            return made
+
+        output.args = fx.map_arg(output.args, detach)
+    module.recompile()
+
+
+def _detach_constants(graph: fx.Graph) -> None:
+    """`detach_` of a number that forward wrote out, which has no gradient to lose, is no write."""
+    for node in graph.nodes:
+        if node.target is aten.detach_.default and node.args[0].target is aten.lift_fresh_copy.default:
+            node.target = aten.detach.default
+
+
 def _respellable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    if target._schema.is_mutable or "val" not in node.meta or str(target) in _LEFT:
+    if "val" not in node.meta or str(target) in _LEFT:
         return False
+    return target._schema.is_mutable or _is_kept(target)
+
+
+def _is_kept(target: OpOverload) -> bool:
+    """Whether an op that writes nothing stays, or is respelled."""
     return not is_composite(target) or str(target) in KEPT or str(target) in _RESPELL
 
 
+def _writes_in_regions(module: fx.GraphModule) -> bool:
+    """Whether anything is written under another grad mode, to what may be read under this one."""
+    inner = [child for child in module.children() if isinstance(child, fx.GraphModule)]
+    return any(has_writes(child.graph) or _writes_in_regions(child) for child in inner)
+
+
+_MAKES = KEPT - {"aten.contiguous.default", "aten.broadcast_tensors.default", "aten.pad.default"}
+"""Those whose results share memory with nothing."""
+
 _LEFT = frozenset(
     {
-        "aten.lift_fresh_copy.default",
         "aten.native_dropout.default",
         "aten.batch_norm.default",
         "aten.native_batch_norm.default",
@@ -132,6 +187,17 @@ def _dropout(node: fx.Node) -> None:
     _replace(node, _make(node, operator.getitem, pair, 0))
 
 
+def _clone(node: fx.Node) -> None:
+    _replace(node, _make(node, aten.clone.default, node.args[0]))
+
+
+def _chunk(node: fx.Node) -> None:
+    source, parts, dim = (*node.args, 0)[:3]
+    assert isinstance(source, fx.Node) and isinstance(parts, int) and isinstance(dim, int)
+    size = -(-source.meta["val"].shape[dim] // parts)
+    _replace(node, _make(node, aten.split.Tensor, source, size, dim))
+
+
 def _expand(node: fx.Node) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -144,6 +210,9 @@ _RESPELL: dict[str, Callable[[fx.Node], None]] = {
     "aten.to.device": _cast,
     "aten.to.dtype_layout": _cast,
     "aten.to.other": _cast,
+    "aten.type_as.default": _cast,
+    "aten.lift_fresh_copy.default": _clone,
+    "aten.chunk.default": _chunk,
     "aten.reshape.default": _reshape,
     "aten.flatten.using_ints": _reshape,
     "aten.unflatten.int": _reshape,

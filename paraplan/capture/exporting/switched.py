@@ -46,9 +46,14 @@ class Switches(TorchFunctionMode):
             return x
         if (getter and func.__name__ == "__set__") or func in _METHODS:
             _refuse_outside(x)
-        if not all(on for on, _ in self._switched.values()):
+        if not self.all_on:
             args, kwargs = tree_map_only(Tensor, lambda x: x if self._is_on(x) else x.detach(), (args, kwargs))
         return func(*args, **kwargs)
+
+    @property
+    def all_on(self) -> bool:
+        """Whether no parameter is off."""
+        return all(on for on, _ in self._switched.values())
 
     def _is_on(self, x: Tensor) -> bool:
         return self._switched[id(x)][0] if id(x) in self._switched else x.requires_grad

@@ -78,14 +78,16 @@ def refuse_lost_writes(program: ExportedProgram) -> None:
     Raises:
         CaptureError: there is one; names the line.
     """
-    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    trained = {name for name, kind in kinds.items() if kind is InputKind.PARAMETER and _requires_grad(program, name)}
+    trained = {
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.PARAMETER and _requires_grad(program, str(spec.target))
+    }
     places = [node for node in program.graph_module.graph.nodes if node.op == "placeholder"]
     _look(program.graph_module, {node: node.name in trained for node in places}, set(places), True)
 
 
-def _requires_grad(program: ExportedProgram, name: str) -> bool:
-    target = program.graph_signature.inputs_to_parameters.get(name, "")
+def _requires_grad(program: ExportedProgram, target: str) -> bool:
     param = program.state_dict.get(target)
     return isinstance(param, Tensor) and param.requires_grad
 

@@ -14,6 +14,7 @@ class Rewriter:
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self.graph, self.mode = graph, mode
+        self._results: dict[object, Tensor] = {}
 
     def call(
         self, before: fx.Node, target: Callable[..., object], *args: object, val: Tensor | None = None, **kwargs: object
@@ -26,15 +27,37 @@ class Rewriter:
         return node
 
     def evaluate(self, node: fx.Node) -> Tensor:
-        """A node's fake result from those of its inputs."""
-        args, kwargs = tree_map_only(fx.Node, lambda x: x.meta["val"], (node.args, node.kwargs))
-        with self.mode:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+        """A node's fake result from those of its inputs; one tensor stands for the results of equal calls."""
+        key = node.target, repr(fx.map_arg((node.args, node.kwargs), _Described))  # type: ignore[arg-type]
+        if key not in self._results:
+            args, kwargs = tree_map_only(fx.Node, lambda x: x.meta["val"], (node.args, node.kwargs))
+            with self.mode:
+                self._results[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._results[key]
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Uses `new` wherever `old` was used, and removes `old`."""
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
+
+
+class _Described:
+    """A node, printed as what ops on fake tensors see of its value."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self._value = node.meta["val"]
+
+    def __repr__(self) -> str:
+        return _described(self._value)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_described, value))})"
+    if not isinstance(value, Tensor):
+        return repr(value)
+    seen = value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device, value.requires_grad
+    return f"{seen} {value.is_conj()} {value.is_neg()}"
 
 
 def remove_dead(graph: fx.Graph) -> None:

@@ -1,0 +1,1 @@
+"""Calls of torch's functions that a forward makes again and again, traced once."""
