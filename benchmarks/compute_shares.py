@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,10 @@ _PREFIXES = (
 _OUTSIDE = {"update": "update", "accumulate": "gradient sums"}
 
 
+Seconds = dict[str, float]
+"""By kind; and "step", and of what was measured "measured"."""
+
+
 def kind_of(target: str) -> str:
     """Which of `KINDS` an op is of."""
     name = op_name(target)
@@ -68,9 +72,9 @@ def kind_of(target: str) -> str:
     return next((kind for kind, prefixes in _PREFIXES if name.startswith(prefixes)), "elementwise")
 
 
-def block_seconds(block: Block, costs: Costs) -> Counter[str]:
+def block_seconds(block: Block, costs: Costs) -> Seconds:
     """Seconds of a block's ops by kind, as the simulator prices them."""
-    found: Counter[str] = Counter()
+    found: Seconds = defaultdict(float)
     taken: set[int] = set()
     if costs.compiled and is_compiled(block):
         for kernel in fused_kernels(block):
@@ -87,13 +91,13 @@ def block_seconds(block: Block, costs: Costs) -> Counter[str]:
     return found
 
 
-def compute_seconds(plan: Plan, programs: Sequence[RankProgram]) -> Counter[str]:
+def compute_seconds(plan: Plan, programs: Sequence[RankProgram]) -> Seconds:
     """Seconds of compute by kind of the rank that ends last."""
     simulation = simulate_plan(plan, programs)
     busiest = simulation.busiest
     program, costs = programs[busiest], plan_costs(plan)[busiest]
     calls = Counter(step.block for step in program.steps if step.kind is StepKind.CALL)
-    found: Counter[str] = Counter()
+    found: Seconds = defaultdict(float)
     for name, count in calls.items():
         for kind, seconds in block_seconds(program.blocks[name], costs).items():
             found[kind] += count * seconds
@@ -135,7 +139,7 @@ def _meta(made: tuple[nn.Module, dict[str, torch.Tensor]]) -> tuple[nn.Module, d
     return made[0].train().to("meta"), made[1]
 
 
-def h200_rows(pattern: str) -> Iterator[tuple[str, Counter[str]]]:
+def h200_rows(pattern: str) -> Iterator[tuple[str, Seconds]]:
     """Name and seconds of every such step, with what the device took as "measured"."""
     for name, each in h200_steps(Place("cpu", small=False)).items():
         if re.search(pattern, name):
@@ -144,23 +148,23 @@ def h200_rows(pattern: str) -> Iterator[tuple[str, Counter[str]]]:
                 model, "1xH200", example_inputs=batch, precision=each.precision, mesh=(1,), microbatches=1
             )
             found = compute_seconds(plan.data, plan.programs)
-            yield name, found + Counter(measured=each.device_ms / 1e3)  # type: ignore[arg-type]
+            yield name, found | {"measured": each.device_ms / 1e3}
 
 
-def plan_rows(folder: Path, pattern: str) -> Iterator[tuple[str, Counter[str]]]:
+def plan_rows(folder: Path, pattern: str) -> Iterator[tuple[str, Seconds]]:
     """Name and seconds of every plan of a folder."""
     for path in sorted(folder.glob("*.json")):
         if re.search(pattern, path.stem):
             yield path.stem, compute_seconds(*read_plan(path))
 
 
-def show(rows: Sequence[tuple[str, Counter[str]]]) -> None:
+def show(rows: Sequence[tuple[str, Seconds]]) -> None:
     """Shares of the predicted compute in percent, and its seconds."""
     measured = any("measured" in found for _, found in rows)
     table = Table("step", *KINDS, "collectives' share", "compute ms", *(("device ms",) if measured else ("step ms",)))
     for name, found in rows:
-        whole = sum(found[kind] for kind in (*KINDS, "collectives' share"))
-        shares = [f"{100 * found[kind] / whole:.1f}" for kind in (*KINDS, "collectives' share")]
+        whole = sum(found.get(kind, 0.0) for kind in (*KINDS, "collectives' share"))
+        shares = [f"{100 * found.get(kind, 0.0) / whole:.1f}" for kind in (*KINDS, "collectives' share")]
         other = found["measured" if measured else "step"]
         table.add_row(name, *shares, f"{1e3 * whole:.1f}", f"{1e3 * other:.1f}")
     Console(width=220).print(table)

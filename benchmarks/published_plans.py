@@ -136,7 +136,7 @@ def _fastest(case: Case, pins: Pins, time_limit_s: float, than_s: float) -> Carr
     if "recompute" not in pins:
         roomy = _pipeline(case, pins, _roomy(cluster_of(case)), time_limit_s)
         if max(roomy.said.peak_bytes) <= cluster_of(case).plan_bytes():
-            return roomy._replace(plan=msgspec.structs.replace(roomy.plan, cluster=cluster_of(case)))
+            return roomy._replace(plan=msgspec.structs.replace(roomy.plan, cluster=_as_large(roomy, cluster_of(case))))
         if roomy.said.step_s >= than_s:
             raise InfeasibleError(f"does not fit as it is, and is no faster with memory for anything: {than_s:.4g} s")
     return _pipeline(case, pins, cluster_of(case), time_limit_s)
@@ -199,6 +199,17 @@ def _roomy(cluster: ClusterSpec) -> ClusterSpec:
         for group in cluster.groups
     )
     return msgspec.structs.replace(cluster, groups=groups)
+
+
+def _as_large(roomy: Carried, cluster: ClusterSpec) -> ClusterSpec:
+    """A plan's cluster, clocks and all, with the memory there is."""
+    groups = tuple(
+        msgspec.structs.replace(
+            group, device=msgspec.structs.replace(group.device, memory_bytes=there.device.memory_bytes)
+        )
+        for group, there in zip(roomy.plan.cluster.groups, cluster.groups, strict=True)
+    )
+    return msgspec.structs.replace(roomy.plan.cluster, groups=groups)
 
 
 def _text(free: Row) -> str:

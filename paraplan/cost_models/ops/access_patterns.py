@@ -117,10 +117,10 @@ LIBRARIES: dict[str, dict[str, str]] = {
     "apex": {NORM_COLUMNS: ""},
     "transformer-engine": {NORM_COLUMNS: "", COLUMNS: STREAM},
 }
-"""By `Device.kernels`: which pattern stands for which; "": that pass is not made. The backwards of apex' persistent layer
-norm (contrib/layer_norm) and of Transformer Engine's (common/normalization) read once, and keep parts of the weights'
-gradients in registers. Transformer Engine sums gradients of biases in the products' epilogue. Apex' older layer norm is
-the one that torch's comes from."""
+"""By `Device.kernels`: which pattern stands for which; "": that pass is not made. The backwards of apex' persistent
+layer norm (contrib/layer_norm) and of Transformer Engine's (common/normalization) read once, and keep parts of the
+weights' gradients in registers. Transformer Engine sums gradients of biases in the products' epilogue. Apex' older
+layer norm is the one that torch's comes from."""
 
 _WEIGHT_GRADS = {"paraplan.layer_norm_grad", "paraplan.rms_norm_grad", "aten.native_layer_norm_backward"}
 _NAMED = {
