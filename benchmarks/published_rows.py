@@ -109,7 +109,7 @@ class Case:
     alone: bool = False
     sums: bool = True
     eager: bool = False
-    kernels: str = "torch"
+    kernels: str = ""
 
     @property
     def layers(self) -> int:
@@ -189,7 +189,7 @@ def _kernels(data: Row, row: Row) -> str:
     """
     if data["device"].startswith("H100"):
         return "transformer-engine"
-    return "apex" if "recompute" in row else "torch"
+    return "apex" if "recompute" in row else ""
 
 
 def pipelines(

@@ -58,11 +58,12 @@ def clock_share(device: Device, work: StepWork) -> float:
         device: with its power shares.
         work: of the step on one device.
     """
+    most = device.boost_share or 1.0
     if not work.products_s:
-        return device.boost_share
+        return most
     ratio = work.rest_s / work.products_s
-    half = ratio * (1 - device.rest_power_share) * device.power_share / 2
-    return min(half + math.sqrt(half * half + device.power_share), device.boost_share)
+    half = ratio * (1 - (device.rest_power_share or 1.0)) * device.power_share / 2
+    return min(half + math.sqrt(half * half + device.power_share), most)
 
 
 def with_clocks(cluster: ClusterSpec, program: Program, optimizer: Optimizer) -> ClusterSpec:

@@ -65,8 +65,8 @@ def _device(
     memory: tuple[float, str],
     bandwidth: tuple[float, str],
     rates: tuple[Row, ...],
-    watts: tuple[float, float, float] = (1.0, 1.0, 1.0),
-    boost: float = 1.0,
+    watts: tuple[float, float, float] = (1.0, 1.0, 0.0),
+    boost: float = 0.0,
 ) -> Device:
     """A device of a data sheet.
 
@@ -77,8 +77,8 @@ def _device(
         bandwidth: TB/s, and what the sheet says.
         rates: per dtype.
         watts: the board's limit, the power that holds the clock its rates are quoted at, and what kernels that only
-            move bytes draw.
-        boost: the highest clock over the one its rates are quoted at.
+            move bytes draw (0.0: not known).
+        boost: the highest clock over the one its rates are quoted at (0.0: that is the highest).
     """
     memory_bytes = int(memory[0] * _GIB)
     spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]

@@ -113,7 +113,7 @@ H200_BYTES_PER_S, H200_MULTIPROCESSORS = 4.8e12, 132
 """Of the device that patterns but streams were measured on."""
 
 LIBRARIES: dict[str, dict[str, str]] = {
-    "torch": {},
+    "": {},
     "apex": {NORM_COLUMNS: ""},
     "transformer-engine": {NORM_COLUMNS: "", COLUMNS: STREAM},
 }

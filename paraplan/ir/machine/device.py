@@ -17,8 +17,8 @@ from paraplan.ir.quantities import WAY_OUT, check_not_negative, check_positive
 from paraplan.ir.struct import Value
 
 BACKENDS = ("cuda", "cpu")
-KERNELS = ("torch", "apex", "transformer-engine")
-"""Whose kernels norms and sums over rows run (`cost_models.ops.access_patterns.LIBRARIES`)."""
+KERNELS = ("", "apex", "transformer-engine")
+"""Whose kernels norms and sums over rows run (`cost_models.ops.access_patterns.LIBRARIES`); "": torch's."""
 USUAL_CAPABILITY = 8
 """Ampere's: the least that torch's flash attention runs on."""
 
@@ -53,8 +53,9 @@ class Device(Value, frozen=True, kw_only=True):
             sheet's rates are quoted at; they run at the limit, and slow down with its root.
         clock_share: the clock at which a job's products run, over the one its rates are quoted at
             (`cost_models.clocks`); 0.0: not known, and then as they run one after another, the root of power_share.
-        boost_share: the highest clock, over the one its rates are quoted at.
-        rest_power_share: what kernels that only move bytes draw, over the board's limit; 1.0: as much as products.
+        boost_share: the highest clock, over the one its rates are quoted at; 0.0: that is the highest.
+        rest_power_share: what kernels that only move bytes draw, over the board's limit; 0.0: not known, and then as
+            much as products.
         kernels: whose kernels norms and sums over rows run, one of `KERNELS`.
         capability: compute capability, the larger number, by which kernels are chosen; 0: not known.
         multiprocessors: among which the tiles of a product are dealt out; 0: not known, or a CPU.
@@ -66,7 +67,7 @@ class Device(Value, frozen=True, kw_only=True):
         sources: per dtype, and for memory_bytes and memory_bytes_per_s, what that source calls it.
     """
 
-    left_out: ClassVar[tuple[str, ...]] = ("clock_share",)
+    left_out: ClassVar[tuple[str, ...]] = ("clock_share", "boost_share", "rest_power_share", "kernels")
 
     kind: str
     memory_bytes: int
@@ -74,9 +75,9 @@ class Device(Value, frozen=True, kw_only=True):
     flops_per_s: dict[str, float]
     power_share: float = 1.0
     clock_share: float = 0.0
-    boost_share: float = 1.0
-    rest_power_share: float = 1.0
-    kernels: str = "torch"
+    boost_share: float = 0.0
+    rest_power_share: float = 0.0
+    kernels: str = ""
     capability: int = 0
     multiprocessors: int = 0
     launch_s: float = 3e-6
@@ -133,7 +134,7 @@ def check_device(cluster: str, device: Device, at: str) -> None:
     if device.kernels not in KERNELS:
         raise ClusterError(
             f"cluster {cluster!r}: {at}.kernels is {device.kernels!r}{did_you_mean(device.kernels, KERNELS)}; "
-            f"it is one of {', '.join(KERNELS)}"
+            f"it is one of {', '.join(map(repr, KERNELS))}"
         )
     if device.backend not in BACKENDS:
         raise ClusterError(
@@ -144,7 +145,7 @@ def check_device(cluster: str, device: Device, at: str) -> None:
 def _check_clocks(cluster: str, device: Device, at: str) -> None:
     """Refuse clocks that no board has."""
     check_not_negative(cluster, device.clock_share, f"{at}.clock_share")
-    check_positive(cluster, device.boost_share, f"{at}.boost_share")
+    check_not_negative(cluster, device.boost_share, f"{at}.boost_share")
     if not 0 <= device.rest_power_share <= 1:
         raise ClusterError(
             f"cluster {cluster!r}: {at}.rest_power_share is {device.rest_power_share}; a share of the board's limit "
