@@ -19,10 +19,10 @@ from paraplan.ir.machine.reserves import cuda_reserves
 from paraplan.ir.struct import Value
 
 _GIB = 1 << 30
-HOPPER_WATTS = 1108.0
-"""What an H100 or H200 in SXM form would take to multiply at the clock its rates are quoted at; at its 700 W it runs at
-about 0.8 of that clock (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz). Set looking at published
-steps of boards of 500 and 700 W (docs/benchmarks.md)."""
+HOPPER_WATTS = 1170.0
+"""What an H100 or H200 in SXM form would take to multiply at the clock its rates are quoted at; products alone run at
+0.77 of that clock at its 700 W (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz), those of a step as
+`cost_models.clocks` has it. Set looking at published steps of boards of 500 and 700 W (docs/benchmarks.md)."""
 HOPPER_BOOST = 1980 / 1830
 """Highest clock of the multiprocessors over the one that rates of products in halves are quoted at: 132 x 4,096
 operations at 1,830 MHz are 989.4 TFLOP/s; nvidia-smi gives 1,980 MHz for both boards."""
