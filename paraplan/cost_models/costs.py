@@ -229,7 +229,12 @@ class Costs:
         return None if self.measured is None else self.measured.updates.get(self.optimizer)
 
     def memory_s(self, read_bytes: int, write_bytes: int, pattern: str = STREAM) -> float:
-        """Seconds of one kernel that only moves bytes through device memory, by a pattern of `access_patterns`."""
+        """Seconds of one kernel that only moves bytes through device memory.
+
+        Args:
+            read_bytes, write_bytes: that it moves.
+            pattern: how, of `access_patterns.PATTERNS`.
+        """
         work = OpWork(
             kind="memory", flops=0, read_bytes=read_bytes, write_bytes=write_bytes, dtype="float32", pattern=pattern
         )

@@ -168,7 +168,12 @@ def pattern_of(name: str, inputs: Specs, outputs: Outs) -> str:
 
 
 def columns_of(name: str, inputs: Specs, outputs: Outs) -> tuple[Spec, ...]:
-    """What an op reads once more by columns: of a norm's backward that makes its weights' gradients, both."""
+    """What an op reads once more by columns: a norm's backward that makes its weights' gradients, both of its tensors.
+
+    Args:
+        name: of the op, without its overload.
+        inputs, outputs: local specs; None for an absent output.
+    """
     made = any(out is not None for out in outputs[1:])
     return inputs[:2] if name in _WEIGHT_GRADS and made else ()
 
