@@ -6,7 +6,9 @@
 FOLDER is what `benchmarks.published --plans` wrote. A row has seconds of compute of the rank that ends last, by kind:
 products, attention, norms, sums over rows, casts, embeddings, loss, chains that are compiled to one kernel, all other
 kernels that move bytes, sums of gradients, the optimizer's update. With --h200 the plans of `docs/benchmarks/gpu.md`
-are made anew (no GPU needed) and stand beside the sums of kernels' times that an H200 took.
+are made anew (no GPU needed) and stand beside the sums of kernels' times that an H200 took; "idle known" is the same
+prediction at the clock that the idle time of the measured step leaves the board (`cost_models.clocks`), which no plan
+knows before it has run.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import nn
 import paraplan as pp
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.training import Make, full_sizes, text
+from paraplan.cost_models.clocks import clock_share, step_work
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.ops.fusion import fused_kernels
 from paraplan.cost_models.ops.product_shapes import PRODUCTS
@@ -50,6 +53,8 @@ KINDS = (
     "gradient sums",
     "update",
 )
+SHOWN = (*KINDS, "collectives' share")
+"""With what collectives take of the multiprocessors."""
 _PREFIXES = (
     ("norms", ("paraplan.layer_norm", "paraplan.rms_norm")),
     ("row sums", ("aten.sum",)),
@@ -61,7 +66,7 @@ _OUTSIDE = {"update": "update", "accumulate": "gradient sums"}
 
 
 Seconds = dict[str, float]
-"""By kind; and "step", and of what was measured "measured"."""
+"""By kind; and of the step, and of what was measured of it."""
 
 
 def kind_of(target: str) -> str:
@@ -115,11 +120,13 @@ class Measured(NamedTuple):
         make: of the model and a batch.
         precision: of the plan.
         device_ms: sum over kernels that an H200 took.
+        step_ms: its step, the host's waits included.
     """
 
     make: Make
     precision: str
     device_ms: float
+    step_ms: float
 
 
 def h200_steps(place: Place) -> dict[str, Measured]:
@@ -127,11 +134,11 @@ def h200_steps(place: Place) -> dict[str, Measured]:
     gpt2 = partial(text, "gpt2", place, 24, 1024, 16, (4, 1024))
     sizes = full_sizes(place)
     return {
-        "gpt2 medium bf16": Measured(partial(gpt2, 0.0), "bf16", 24.2),
-        "gpt2 medium bf16 dropout": Measured(partial(gpt2, 0.1), "bf16", 28.1),
-        "gpt2 medium fp32": Measured(partial(gpt2, 0.0), "fp32", 203.9),
-        "llama 1.1B bf16": Measured(sizes["llama 1b"], "bf16", 31.6),
-        "vit l bf16": Measured(sizes["vit l"], "bf16", 33.7),
+        "gpt2 medium bf16": Measured(partial(gpt2, 0.0), "bf16", 24.2, 31.2),
+        "gpt2 medium bf16 dropout": Measured(partial(gpt2, 0.1), "bf16", 28.1, 40.1),
+        "gpt2 medium fp32": Measured(partial(gpt2, 0.0), "fp32", 203.9, 207.2),
+        "llama 1.1B bf16": Measured(sizes["llama 1b"], "bf16", 31.6, 37.4),
+        "vit l bf16": Measured(sizes["vit l"], "bf16", 33.7, 45.7),
     }
 
 
@@ -148,7 +155,17 @@ def h200_rows(pattern: str) -> Iterator[tuple[str, Seconds]]:
                 model, "1xH200", example_inputs=batch, precision=each.precision, mesh=(1,), microbatches=1
             )
             found = compute_seconds(plan.data, plan.programs)
-            yield name, found | {"measured": each.device_ms / 1e3}
+            yield name, found | {"measured": each.device_ms / 1e3, "idle known": _with_idle_s(plan.data, found, each)}
+
+
+def _with_idle_s(plan: Plan, found: Seconds, measured: Measured) -> float:
+    """Seconds of compute at the clock of a board that is idle as long as was measured."""
+    device = plan.cluster.groups[0].device
+    work = step_work(device, plan.program, plan.optimizer)
+    idle_s = (measured.step_ms - measured.device_ms) / 1e3
+    clock = clock_share(device, work._replace(rest_s=work.rest_s + idle_s))
+    limited_s = found["products"] + found["attention"] if work.products_s else 0.0
+    return _compute_s(found) - limited_s * (1 - device.clock_share / clock)
 
 
 def plan_rows(folder: Path, pattern: str) -> Iterator[tuple[str, Seconds]]:
@@ -158,15 +175,18 @@ def plan_rows(folder: Path, pattern: str) -> Iterator[tuple[str, Seconds]]:
             yield path.stem, compute_seconds(*read_plan(path))
 
 
+def _compute_s(found: Seconds) -> float:
+    return sum(found.get(kind, 0.0) for kind in SHOWN)
+
+
 def show(rows: Sequence[tuple[str, Seconds]]) -> None:
     """Shares of the predicted compute in percent, and its seconds."""
-    measured = any("measured" in found for _, found in rows)
-    table = Table("step", *KINDS, "collectives' share", "compute ms", *(("device ms",) if measured else ("step ms",)))
+    others = ("measured", "idle known") if any("measured" in found for _, found in rows) else ("step",)
+    table = Table("step", *SHOWN, "compute ms", *(f"{other} ms" for other in others))
     for name, found in rows:
-        whole = sum(found.get(kind, 0.0) for kind in (*KINDS, "collectives' share"))
-        shares = [f"{100 * found.get(kind, 0.0) / whole:.1f}" for kind in (*KINDS, "collectives' share")]
-        other = found["measured" if measured else "step"]
-        table.add_row(name, *shares, f"{1e3 * whole:.1f}", f"{1e3 * other:.1f}")
+        shares = [f"{100 * found.get(kind, 0.0) / _compute_s(found):.1f}" for kind in SHOWN]
+        times = [f"{1e3 * seconds:.1f}" for seconds in (_compute_s(found), *(found[other] for other in others))]
+        table.add_row(name, *shares, *times)
     Console(width=220).print(table)
 
 
