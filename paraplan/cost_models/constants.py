@@ -50,8 +50,8 @@ GPU = Efficiency(
     # those of 64 x 64 0.7 (NVIDIA, Matrix Multiplication Background User's Guide, tile efficiency).
     half_dim=64,
     # Row misses, refresh and turnarounds of DRAM: STREAM-like kernels reach 0.88-0.92 on A100 and H100 (triad 3.09 of
-    # 3.35 TB/s); framework pointwise kernels lie slightly below (others: `ops.access_patterns`). Servers of two sockets reach 0.75-0.85 of
-    # their modules' peak.
+    # 3.35 TB/s); framework pointwise kernels lie slightly below, others far (`ops.access_patterns`). Servers of two
+    # sockets reach 0.75-0.85 of their modules' peak.
     memory=0.85,
     # Packet headers and flow control: NCCL's tuner caps A100's NVLink3 at 235 of 300 GB/s (src/graph/tuning.cc,
     # compCap80), nccl-tests print as much at 1 GB, and 360-370 of 450 on H100's NVLink4 without SHARP.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import ClassVar
 
 from paraplan.ir.errors import ClusterError
 from paraplan.ir.machine.reserves import Reserve
@@ -66,8 +65,6 @@ class Device(Value, frozen=True, kw_only=True):
         source: the document or measurement the rates come from.
         sources: per dtype, and for memory_bytes and memory_bytes_per_s, what that source calls it.
     """
-
-    left_out: ClassVar[tuple[str, ...]] = ("clock_share", "boost_share", "rest_power_share", "kernels")
 
     kind: str
     memory_bytes: int
