@@ -102,7 +102,7 @@ def compute_seconds(plan: Plan, programs: Sequence[RankProgram]) -> Seconds:
     busiest = simulation.busiest
     program, costs = programs[busiest], plan_costs(plan)[busiest]
     calls = Counter(step.block for step in program.steps if step.kind is StepKind.CALL)
-    found: Seconds = defaultdict(float)
+    found: Seconds = dict.fromkeys(SHOWN, 0.0)
     for name, count in calls.items():
         for kind, seconds in block_seconds(program.blocks[name], costs).items():
             found[kind] += count * seconds
