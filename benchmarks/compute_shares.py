@@ -202,7 +202,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     found = h200_rows(options.only) if options.h200 else plan_rows(options.plans, options.only)
     rows = list(found)
     if options.json is not None:
-        options.json.write_text(json.dumps([{"step": name, **seconds} for name, seconds in rows], indent=1) + "\n")
+        options.json.write_text(json.dumps([{"name": name, **seconds} for name, seconds in rows], indent=1) + "\n")
     show(rows)
     return 0
 
