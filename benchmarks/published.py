@@ -1,6 +1,7 @@
 """Published training results, predicted through the planner: a row's parallelism pinned, the rest as its user would.
 
     python -m benchmarks.published --published FOLDER [--only PATTERN] [--json FILE [--resume]]
+        [--plans FOLDER]
 
 FOLDER holds JSON files of published rows; `published_rows` says how they are read, `published_plans` how they are
 planned. Only PATTERN (searched in "file row") are predicted; with --resume those already in --json are kept.
@@ -161,6 +162,7 @@ def run(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="PATTERN", help='rows whose "file row" holds it')
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--resume", action="store_true", help="keep the rows already in --json")
+    parser.add_argument("--plans", type=Path, metavar="FOLDER", help="write the plans there")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS")
     options = parser.parse_args(argv)
     if options.resume and options.json is None:
@@ -172,7 +174,7 @@ def run(argv: list[str] | None = None) -> int:
         key = (case.file, case.name)
         if key in known or not re.search(options.only, " ".join(key)):
             continue
-        row = known[key] = predict(case, options.time_limit)
+        row = known[key] = predict(case, options.time_limit, options.plans)
         print(" ".join(key), row.get("predicted", row["chosen"]), row.get("tried", ""), file=sys.stderr, flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps(list(known.values()), indent=1) + "\n")

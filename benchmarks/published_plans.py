@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
@@ -33,6 +34,7 @@ from paraplan.ir.errors import InfeasibleError, ParaplanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.jobs.files import write_plan
 from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model, model_ref
 from paraplan.lowering import lower
@@ -73,8 +75,14 @@ def program_of(case: Case) -> tuple[Program, ModelRef]:
     return deepen(program, case.layers) if case.layers > CAPTURED else program, reference
 
 
-def predict(case: Case, time_limit_s: float) -> Row:
-    """The row's plan and what it says of it."""
+def predict(case: Case, time_limit_s: float, plans: Path | None = None) -> Row:
+    """The row's plan and what it says of it.
+
+    Args:
+        case: the row.
+        time_limit_s: of a search.
+        plans: folder the plan is written to, if any.
+    """
     started = time.process_time()
     row: Row = {
         "file": case.file,
@@ -104,8 +112,16 @@ def predict(case: Case, time_limit_s: float) -> Row:
     said = [f"{text}: {found}" for text, found in tried.items()]
     row |= {"tried": said, "chosen": said[0]}
     if best is not None:
-        row |= _said(case, _in_pieces(case, best) if "pp" in case.pins else best)
+        best = _in_pieces(case, best) if "pp" in case.pins else best
+        row |= _said(case, best)
+        if plans is not None:
+            write_plan(best.plan, plan_path(plans, case))
     return row | {"cpu_s": time.process_time() - started}
+
+
+def plan_path(plans: Path, case: Case) -> Path:
+    """Where the plan of a row is written."""
+    return plans / f"{case.file} {case.name}.json".replace(" ", "_")
 
 
 def _fastest(case: Case, pins: Pins, time_limit_s: float, than_s: float) -> Carried:
@@ -120,7 +136,7 @@ def _fastest(case: Case, pins: Pins, time_limit_s: float, than_s: float) -> Carr
     if "recompute" not in pins:
         roomy = _pipeline(case, pins, _roomy(cluster_of(case)), time_limit_s)
         if max(roomy.said.peak_bytes) <= cluster_of(case).plan_bytes():
-            return roomy._replace(plan=msgspec.structs.replace(roomy.plan, cluster=cluster_of(case)))
+            return roomy._replace(plan=msgspec.structs.replace(roomy.plan, cluster=_as_large(roomy, cluster_of(case))))
         if roomy.said.step_s >= than_s:
             raise InfeasibleError(f"does not fit as it is, and is no faster with memory for anything: {than_s:.4g} s")
     return _pipeline(case, pins, cluster_of(case), time_limit_s)
@@ -183,6 +199,17 @@ def _roomy(cluster: ClusterSpec) -> ClusterSpec:
         for group in cluster.groups
     )
     return msgspec.structs.replace(cluster, groups=groups)
+
+
+def _as_large(roomy: Carried, cluster: ClusterSpec) -> ClusterSpec:
+    """A plan's cluster, clocks and all, with the memory there is."""
+    groups = tuple(
+        msgspec.structs.replace(
+            group, device=msgspec.structs.replace(group.device, memory_bytes=there.device.memory_bytes)
+        )
+        for group, there in zip(roomy.plan.cluster.groups, cluster.groups, strict=True)
+    )
+    return msgspec.structs.replace(roomy.plan.cluster, groups=groups)
 
 
 def _text(free: Row) -> str:

@@ -16,6 +16,8 @@ do; it sums gradients of bfloat16 models in float32 (`accumulate_allreduce_grads
 both deal a causal sequence out so that ranks have alike work (torch's `context_parallel`; Llama Team 2024, 3.3.2);
 Llama 3 recomputed nothing that its authors count (Llama Team 2024, 3.3.2: "without activation checkpointing"), so what
 is tried is that, and kernels that are made again in passing (`cheap`);
+norms and sums over rows are of the library that a row's software takes (`_kernels`): torchtitan's are torch's, or the
+compiler's, and so are Llama 3's, which does not say;
 torchtitan runs a local batch as one microbatch or, in a pipeline, where it is not told, as many as that has ranks, with
 two stages a rank where a schedule takes several (`build_pipeline_schedule`, `generate_split_points`, end of 2024), and
 keeps parameters and gradients whole until the last microbatch (`stage.backward_maybe_with_nosync` of
@@ -85,6 +87,7 @@ class Case:
         alone: whether nothing runs beside a collective, as in ZeRO-3 of 2021.
         sums: whether products add up the gradients of weights.
         eager: whether norms, rotary embeddings and gated activations run kernel by kernel, as they are written out.
+        kernels: whose kernels norms and sums over rows run (`Device.kernels`).
     """
 
     file: str
@@ -106,6 +109,7 @@ class Case:
     alone: bool = False
     sums: bool = True
     eager: bool = False
+    kernels: str = ""
 
     @property
     def layers(self) -> int:
@@ -172,8 +176,20 @@ def gpt_case(file: str, data: Row, row: Row) -> Case:
     return Case(
         file, name, "megatron_gpt", settings, _cluster(data, gpus), b, s, PRECISIONS[str(data["dtype"])], pins, free,
         "TFLOP/s", published, flops / 1e12, gpus, alone=row.get("scheme") == "zero3",
-        sums="recompute" in row or not again,
+        sums="recompute" in row or not again, kernels=_kernels(data, row),
     )  # fmt: skip
+
+
+def _kernels(data: Row, row: Row) -> str:
+    """Whose norms and sums over rows a row of Megatron-LM runs, by its time and size.
+
+    H100 rows are of Megatron-Core over Transformer Engine; those of 2022 that say how they recompute of Megatron-LM
+    with apex' persistent layer norm, which has their hidden sizes (12,288, 20,480, 25,600: `persist_ln_hidden_sizes` of
+    its fused_layer_norm.py, added between the papers); those of 2021 of apex' older one, which is torch's.
+    """
+    if data["device"].startswith("H100"):
+        return "transformer-engine"
+    return "apex" if "recompute" in row else ""
 
 
 def pipelines(
@@ -341,8 +357,14 @@ torch.cuda.synchronize()" (its pull request 1188)."""
 
 
 def cluster_of(case: Case) -> ClusterSpec:
-    """The row's cluster; where nothing runs beside a collective, with links over which they take the whole device."""
+    """The row's cluster, its devices with the row's kernels; where nothing runs beside a collective, with links over
+    which they take the whole device."""
     cluster = as_cluster(case.cluster)
+    groups = tuple(
+        msgspec.structs.replace(each, device=msgspec.structs.replace(each.device, kernels=case.kernels))
+        for each in cluster.groups
+    )
+    cluster = msgspec.structs.replace(cluster, groups=groups)
     if not case.alone:
         return cluster
     groups = tuple(msgspec.structs.replace(each, in_node=_alone(each.in_node)) for each in cluster.groups)

@@ -16,6 +16,7 @@ from benchmarks.table import Case, Row
 from examples.models.resnet import ResNet, images
 from paraplan.capture import capture
 from paraplan.cost_models.ops.roofline import op_time_s, work_of
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import OPTIMIZERS
 from paraplan.jobs.measuring.local_ops import LocalOp, families
@@ -75,32 +76,34 @@ _SMALL = {
 _SMALLER = {"llama": _SMALL, "mixtral": _SMALL, "gpt2": {"n_embd": 64, "n_head": 4, "vocab_size": 128}}
 
 
-def _language(place: Place, name: str) -> Program:
+def language(small: bool, name: str) -> Program:
+    """One layer of a model of `MODELS`, or a small one."""
     kind, precision, tokens, settings = MODELS[name]
-    if place.small:
+    if small:
         settings, tokens = settings | _SMALLER[kind], (1, 32)
     model = hf_model(kind, settings, meta=True)
     return capture(model, hf_batch(model, *tokens), precision=precision)
 
 
-def _convolutions(place: Place) -> Program:
-    if place.small:
+def convolutions(small: bool) -> Program:
+    """A ResNet-50, or a small one."""
+    if small:
         return capture(ResNet((1, 1, 1, 1), 8, 16), images(2, 32, 16))
     with torch.device("meta"):
         model = ResNet((1, 1, 1, 1))
     return capture(model, images(64, 224, 1000), precision="bf16")
 
 
-def _chosen(program: Program, place: Place) -> list[LocalOp]:
+def chosen(program: Program, cluster: ClusterSpec, small: bool) -> list[LocalOp]:
     """All ops of one device, and some drawn from the local shapes of larger meshes."""
-    parts = families(program, place.cluster(), OPTIMIZERS["adamw"], WAYS)
+    parts = families(program, cluster, OPTIMIZERS["adamw"], WAYS)
     alone, *others = ({op.full_key: op for op in part.make()} for part in parts)
     rest = {key: op for part in others for key, op in part.items() if key not in alone}
-    drawn = random.Random(0).sample(sorted(rest), min(len(rest), 8 if place.small else SAMPLED))
+    drawn = random.Random(0).sample(sorted(rest), min(len(rest), 8 if small else SAMPLED))
     return [*alone.values(), *(rest[key] for key in drawn)]
 
 
-def compared(place: Place, make: Callable[[Place], Program]) -> list[Row]:
+def compared(place: Place, make: Callable[[bool], Program]) -> list[Row]:
     """A row per kind of op, and one of all: measured and modelled sums, the median of their quotient, the worst ops.
 
     `points` has every op: its full key, its name, both times in seconds and the bytes it allocated inside.
@@ -108,9 +111,9 @@ def compared(place: Place, make: Callable[[Place], Program]) -> list[Row]:
     device = place.cluster().groups[0].device
     kinds: dict[str, list[tuple[str, str, float, float, int]]] = defaultdict(list)
     failures = []
-    program = make(place)
+    program = make(place.small)
     with place.alone():
-        for op in _chosen(program, place):
+        for op in chosen(program, place.cluster(), place.small):
             work = work_of(op.target, op.flag, op.inputs, op.outputs)
             if work.kind == "view":
                 continue
@@ -174,10 +177,15 @@ def copied(place: Place) -> list[Row]:
     return [{**row, "failures": []} for row in rows]
 
 
+def programs() -> dict[str, Callable[[bool], Program]]:
+    """What is measured, by name; small ones where they are asked for so."""
+    made: dict[str, Callable[[bool], Program]] = {name: partial(language, name=name) for name in MODELS}
+    return made | {"resnet": convolutions}
+
+
 def cases(place: Place) -> dict[str, dict[str, Case]]:
     """By part."""
-    made: dict[str, Callable[[Place], Program]] = {name: partial(_language, name=name) for name in MODELS}
-    made["resnet"] = _convolutions
+    made = programs()
     return {
         "ops": {name: partial(compared, place, make) for name, make in made.items()}
         | {"host link": partial(copied, place)}

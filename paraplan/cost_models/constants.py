@@ -1,7 +1,8 @@
 """Every efficiency constant of the cost model, with its meaning and its source; and the allocator's block.
 
 A cluster's rates are peaks from data sheets; these numbers say what share of a peak real kernels reach.
-There are seven, and one of Hopper's power (`devices.HOPPER_WATTS`), none fitted per model or per published row.
+There are seven, one of Hopper's power (`device_catalog.HOPPER_WATTS`), and a table of kernels that are slower than
+streams (`ops.access_patterns`); none is fitted per model or per published row.
 Bandwidths and latencies of links stand with the links (`link_catalog.py`). A CPU "cluster" carries measured rates
 (`ClusterSpec.local`), so its shares are 1.
 """
@@ -38,7 +39,7 @@ GPU = Efficiency(
     # 8192^3, alone and cool, is commonly measured at 250-270 of 312 TFLOP/s on A100, which holds its boost clock; below
     # that, since a training step keeps the board hot and its operands are not as kind. By how much was set on steps of
     # A100 whose layout and recomputation the source states (docs/benchmarks.md). Boards that do not hold their clock
-    # lose more (`Device.power_share`).
+    # lose more (`Device.power_share`, `clocks`).
     matmul=0.78,
     # Forward and backward together, weighed by their work (2 to 5), causal, head dim 128, 4k to 8k: FlashAttention-2 is
     # at 0.55-0.6 on A100 and at 0.3 on H100, cuDNN at 0.4-0.45 there, FlashAttention-3 at 0.45-0.5 (Dao 2023, arXiv
@@ -49,8 +50,8 @@ GPU = Efficiency(
     # those of 64 x 64 0.7 (NVIDIA, Matrix Multiplication Background User's Guide, tile efficiency).
     half_dim=64,
     # Row misses, refresh and turnarounds of DRAM: STREAM-like kernels reach 0.88-0.92 on A100 and H100 (triad 3.09 of
-    # 3.35 TB/s); framework pointwise kernels lie slightly below. Servers of two sockets reach 0.75-0.85 of
-    # their modules' peak.
+    # 3.35 TB/s); framework pointwise kernels lie slightly below, others far (`ops.access_patterns`). Servers of two
+    # sockets reach 0.75-0.85 of their modules' peak.
     memory=0.85,
     # Packet headers and flow control: NCCL's tuner caps A100's NVLink3 at 235 of 300 GB/s (src/graph/tuning.cc,
     # compCap80), nccl-tests print as much at 1 GB, and 360-370 of 450 on H100's NVLink4 without SHARP.

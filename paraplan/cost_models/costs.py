@@ -15,6 +15,7 @@ import msgspec
 from paraplan.cost_models.communication.collectives import input_bytes_of
 from paraplan.cost_models.communication.move_costs import Moves
 from paraplan.cost_models.constants import efficiency_of
+from paraplan.cost_models.ops.access_patterns import STREAM, UPDATE
 from paraplan.cost_models.ops.product_shapes import Outs, Specs
 from paraplan.cost_models.ops.roofline import (
     OpWork,
@@ -195,7 +196,7 @@ class Costs:
         """
         curve = self._update
         if curve is None:
-            return self.memory_s(read_bytes, write_bytes)
+            return self.memory_s(read_bytes, write_bytes, UPDATE)
         alone = self.devices[0].backend == "cpu"
         return sum(map(curve.at, param_bytes)) if alone else curve.at(sum(param_bytes))
 
@@ -207,7 +208,7 @@ class Costs:
             read_bytes, write_bytes: of it, its gradient and its states.
         """
         if self._update is None:
-            return self.memory_s(read_bytes, write_bytes) - self.memory_s(0, 0)
+            return self.memory_s(read_bytes, write_bytes, UPDATE) - self.memory_s(0, 0)
         return self._update.least_ratio * param_bytes
 
     def update_away_s(self, tier: str, moved_bytes: int) -> float:
@@ -227,9 +228,16 @@ class Costs:
     def _update(self) -> Curve | None:
         return None if self.measured is None else self.measured.updates.get(self.optimizer)
 
-    def memory_s(self, read_bytes: int, write_bytes: int) -> float:
-        """Seconds of one kernel that only moves bytes through device memory."""
-        work = OpWork(kind="memory", flops=0, read_bytes=read_bytes, write_bytes=write_bytes, dtype="float32")
+    def memory_s(self, read_bytes: int, write_bytes: int, pattern: str = STREAM) -> float:
+        """Seconds of one kernel that only moves bytes through device memory.
+
+        Args:
+            read_bytes, write_bytes: that it moves.
+            pattern: how, of `access_patterns.PATTERNS`.
+        """
+        work = OpWork(
+            kind="memory", flops=0, read_bytes=read_bytes, write_bytes=write_bytes, dtype="float32", pattern=pattern
+        )
         return self.work_s(work)
 
     def instr_s(self, block: Block, instr: Instr) -> float:

@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from paraplan.cost_models.clocks import with_clocks
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.ops.roofline import op_cost, rate_of, registered_work_of
 from paraplan.cost_models.profiles.measured import INTERPOLATED, MEASURED, MODELLED
@@ -71,6 +72,7 @@ def priced_on(
             f"the plan is for {plan.cluster.num_devices} devices ({plan.cluster.name}), "
             f"{cluster.name} has {cluster.num_devices}; plan again for it"
         )
+    cluster = with_clocks(cluster, plan.program, plan.optimizer)
     old = plan.schedule
     schedule = split_classes(old, cluster.device_kinds())
     first = [schedule.rank_class.index(index) for index in range(len(schedule.classes))]

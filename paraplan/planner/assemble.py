@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from paraplan.cost_models.clocks import with_clocks
 from paraplan.ir.errors import MixedSamples
 from paraplan.ir.execution.schedule import accumulate, split_classes
 from paraplan.ir.machine.cluster import ClusterSpec
@@ -28,7 +29,7 @@ class Job:
     """What is planned for: everything but the decisions.
 
     Attributes:
-        program, cluster, optimizer: as in the plan.
+        program, cluster, optimizer: as in the plan; the cluster with the clocks of this job (`cost_models.clocks`).
         model: which model, for the plan's readers.
         versions: what the plan is made with.
         profile: measured times of the cluster's device, if there are any.
@@ -44,6 +45,9 @@ class Job:
     compiled: bool = False
     reduce_dtype: str = ""
     sum_products: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cluster", with_clocks(self.cluster, self.program, self.optimizer))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.kept_outputs import with_last_products_kept, with_logits_kept, with_messages_kept
 from benchmarks.published import REPORTED, left_out, mean_absolute_error, orderings, predict, reported, run
-from benchmarks.published_plans import program_of, refuse_overfull, searched
+from benchmarks.published_plans import plan_path, program_of, refuse_overfull, searched
 from benchmarks.published_rows import (
     Case,
     Row,
@@ -28,6 +28,7 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.plan import Plan
+from paraplan.jobs.files import read_plan
 from paraplan.lowering import lower
 
 GPT = {
@@ -131,9 +132,12 @@ def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> Non
     assert pipelines(12, 2, 3, None, 1) == (schedules[1:], ({"microbatches": 3},))
 
 
-def test_a_row_is_planned_as_pinned(folder: Path) -> None:
+def test_a_row_is_planned_as_pinned(folder: Path, tmp_path: Path) -> None:
     tiny = read_cases(folder)[0]
-    row = predict(tiny, 10.0)
+    row = predict(tiny, 10.0, tmp_path)
+    plan, programs = read_plan(plan_path(tmp_path, tiny))
+    assert simulate_plan(plan, programs).step_s == row["step_s"]
+    assert plan.cluster.groups[0].device.clock_share > 0
     assert row["predicted"] == pytest.approx(tiny.work / row["step_s"] / 4)
     assert row["error_percent"] == pytest.approx(100 * (row["predicted"] - 1.0))
 
@@ -150,7 +154,8 @@ def test_a_run_goes_on_where_it_was_left(
 ) -> None:
     asked = []
 
-    def counted(case: Case, time_limit_s: float) -> Row:
+    def counted(case: Case, time_limit_s: float, plans: Path | None) -> Row:
+        assert plans is None
         asked.append(case.name)
         row = {"file": case.file, "row": case.name, "published": case.published, "chosen": "as told"}
         return row | {
@@ -167,6 +172,16 @@ def test_a_run_goes_on_where_it_was_left(
     assert run([*given, "--resume"]) == 0
     assert asked == ["tiny 4", "deep 16", "m zero3 16", "405B 2x8x4 float8 compiled", "8B 4x2 at 256"]
     assert "mean absolute error: 100.0 %" in capsys.readouterr().out
+
+
+def test_rows_say_whose_kernels_they_run(folder: Path) -> None:
+    """H100 rows of Megatron-LM run Transformer Engine's, those of 2022 apex', all others torch's."""
+    row = {"name": "n", "heads": 4, "hidden": 64, "layers": 2, "gpus": 8, "batch": 8, "iteration_s": 1.0}
+    later = {key: value for key, value in ZERO.items() if key != "recompute"}
+    (folder / "d_later.json").write_text(json.dumps(later | {"rows": [row | {"recompute": "selective"}]}))
+    cases = read_cases(folder)
+    assert [case.kernels for case in cases] == ["transformer-engine", "transformer-engine", "", "", "", "apex"]
+    assert [cluster_of(case).groups[0].device.kernels for case in cases] == [case.kernels for case in cases]
 
 
 def test_nothing_runs_beside_the_gathers_of_old_software(folder: Path) -> None:

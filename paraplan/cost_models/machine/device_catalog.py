@@ -19,10 +19,15 @@ from paraplan.ir.machine.reserves import cuda_reserves
 from paraplan.ir.struct import Value
 
 _GIB = 1 << 30
-HOPPER_WATTS = 1108.0
-"""What an H100 or H200 in SXM form would take to multiply at the clock its rates are quoted at; at its 700 W it runs at
-about 0.8 of that clock (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz). Set looking at published
-steps of boards of 500 and 700 W (docs/benchmarks.md)."""
+HOPPER_WATTS = 1170.0
+"""What an H100 or H200 in SXM form would take to multiply at the clock its rates are quoted at; products alone run at
+0.77 of that clock at its 700 W (boost is 1,830 MHz; large products are seen at 1,400 to 1,700 MHz), those of a step as
+`cost_models.clocks` has it. Set looking at published steps of boards of 500 and 700 W (docs/benchmarks.md)."""
+HOPPER_BOOST = 1980 / 1830
+"""Highest clock of the multiprocessors over the one that rates of products in halves are quoted at: 132 x 4,096
+operations at 1,830 MHz are 989.4 TFLOP/s; nvidia-smi gives 1,980 MHz for both boards."""
+HOPPER_REST_WATTS = 300.0
+"""What an H200 draws while its memory is the limit: 137 to 300 W in decoding (Ma et al. 2026, arXiv 2605.11999)."""
 _T = 1e12
 
 Row = tuple[str, float, str]
@@ -60,7 +65,8 @@ def _device(
     memory: tuple[float, str],
     bandwidth: tuple[float, str],
     rates: tuple[Row, ...],
-    watts: tuple[float, float] = (1.0, 1.0),
+    watts: tuple[float, float, float] = (1.0, 1.0, 0.0),
+    boost: float = 0.0,
 ) -> Device:
     """A device of a data sheet.
 
@@ -70,7 +76,9 @@ def _device(
         memory: GiB a process sees, and what the sheet says.
         bandwidth: TB/s, and what the sheet says.
         rates: per dtype.
-        watts: the board's limit, and the power that holds the clock its rates are quoted at.
+        watts: the board's limit, the power that holds the clock its rates are quoted at, and what kernels that only
+            move bytes draw (0.0: not known).
+        boost: the highest clock over the one its rates are quoted at (0.0: that is the highest).
     """
     memory_bytes = int(memory[0] * _GIB)
     spelled = [(name, tera, row) for dtype, tera, row in rates for name in _dtypes(dtype)]
@@ -79,6 +87,8 @@ def _device(
         memory_bytes=memory_bytes,
         memory_bytes_per_s=bandwidth[0] * _T,
         power_share=watts[0] / watts[1],
+        rest_power_share=watts[2] / watts[0],
+        boost_share=boost,
         multiprocessors=multiprocessors(kind),
         capability=capability(kind),
         reserves=cuda_reserves(memory_bytes, *channels(kind)),
@@ -307,7 +317,8 @@ CATALOG: dict[str, CatalogEntry] = {
                 (79.1, "80 GB HBM3"),
                 (3.35, "3.35 TB/s (SXM5)"),
                 _HOPPER,
-                watts=(700, HOPPER_WATTS),
+                watts=(700, HOPPER_WATTS, HOPPER_REST_WATTS),
+                boost=HOPPER_BOOST,
             ),
             5,
             _NDR,
@@ -328,7 +339,8 @@ CATALOG: dict[str, CatalogEntry] = {
                 (94.9, "96 GB HBM2e"),
                 (2.4, "2.4 TB/s, torchtitan's benchmark pages"),
                 _HOPPER,
-                watts=(500, HOPPER_WATTS),
+                watts=(500, HOPPER_WATTS, HOPPER_REST_WATTS),
+                boost=HOPPER_BOOST,
             ),
             5,
             link_catalog.infiniband("NDR", 1, "400 Gb/s RDMA per GPU, torchtitan's benchmark pages"),
@@ -337,7 +349,13 @@ CATALOG: dict[str, CatalogEntry] = {
         ),
         _nvidia(
             _device(
-                "H200", _H200_SHEET, (139.7, "141 GB HBM3e"), (4.8, "4.8 TB/s"), _HOPPER, watts=(700, HOPPER_WATTS)
+                "H200",
+                _H200_SHEET,
+                (139.7, "141 GB HBM3e"),
+                (4.8, "4.8 TB/s"),
+                _HOPPER,
+                watts=(700, HOPPER_WATTS, HOPPER_REST_WATTS),
+                boost=HOPPER_BOOST,
             ),
             5,
             _NDR,

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 
 from paraplan.cost_models.constants import efficiency_of
+from paraplan.cost_models.ops.access_patterns import NORM_COLUMNS, STREAM, columns_of, moved_bytes_per_s, pattern_of
 from paraplan.cost_models.ops.product_shapes import (
     EXPERT_TOTALS,
     PRODUCTS,
@@ -48,6 +49,8 @@ class OpWork(Value, frozen=True, kw_only=True):
             stands between the products of experts.
         turned_bytes: of the copies that a convolution on CUDA makes of what is stored channels first, each written and
             read once at half the rate of other copies.
+        pattern: how its bytes go through memory (`access_patterns.PATTERNS`).
+        column_bytes: what a second kernel reads by columns.
     """
 
     kind: str
@@ -59,6 +62,8 @@ class OpWork(Value, frozen=True, kw_only=True):
     shape: tuple[int, ...] = ()
     copied_bytes: int = 0
     turned_bytes: int = 0
+    pattern: str = STREAM
+    column_bytes: int = 0
 
 
 _VIEWS = frozenset(
@@ -234,7 +239,15 @@ def work_of(target: str, flag: int, inputs: Specs, outputs: Outs) -> OpWork:
     elif name in ("paraplan.embedding_grad", "paraplan.embedding_tables_grad", "aten.embedding_dense_backward"):
         # Zero fill, then every row of g is added into the table: read, read, write.
         read, write = read + nbytes(inputs[0]), write + nbytes(inputs[0])
-    return OpWork(kind="memory", flops=0, read_bytes=read, write_bytes=write, dtype=_dtype(inputs, outputs))
+    return OpWork(
+        kind="memory",
+        flops=0,
+        read_bytes=read,
+        write_bytes=write,
+        dtype=_dtype(inputs, outputs),
+        pattern=pattern_of(name, inputs, outputs),
+        column_bytes=sum(map(nbytes, columns_of(name, inputs, outputs))),
+    )
 
 
 def tail_bytes(args: tuple[Arg, ...], value: Spec) -> int:
@@ -313,15 +326,19 @@ def op_time_s(work: OpWork, device: Device) -> float:
     if work.kind == "view":
         return 0.0
     share = efficiency_of(device.backend)
-    time = (work.read_bytes + work.write_bytes) / (device.memory_bytes_per_s * share.memory)
+    time = (work.read_bytes + work.write_bytes) / moved_bytes_per_s(work.pattern, device, share.memory)
     if work.flops:
         of_class = share.attention if work.kind == "attention" else share.matmul
         full = work.narrow / (work.narrow + share.half_dim)
         if work.shape and device.multiprocessors:
             full = filled(work.shape, device.multiprocessors, share.half_dim)
-        power = 1.0 if work.dtype == "float32" else device.power_share**0.5
+        power = 1.0 if work.dtype == "float32" else device.clock_share or device.power_share**0.5
         time = max(time, work.flops / (rate_of(device, work.dtype) * power * of_class * full))
     turned = work.turned_bytes if device.backend == "cuda" else 0
     launches = 1 + (TURNS if turned else 0)
+    by_columns = moved_bytes_per_s(NORM_COLUMNS, device, share.memory) if work.column_bytes else 0.0
+    if by_columns:
+        launches += 1
+        time += work.column_bytes / by_columns
     copied = work.copied_bytes + TURNING * turned
     return device.launch_s * launches + time + copied / (device.memory_bytes_per_s * share.memory)

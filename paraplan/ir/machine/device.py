@@ -16,6 +16,8 @@ from paraplan.ir.quantities import WAY_OUT, check_not_negative, check_positive
 from paraplan.ir.struct import Value
 
 BACKENDS = ("cuda", "cpu")
+KERNELS = ("", "apex", "transformer-engine")
+"""Whose kernels norms and sums over rows run (`cost_models.ops.access_patterns.LIBRARIES`); "": torch's."""
 USUAL_CAPABILITY = 8
 """Ampere's: the least that torch's flash attention runs on."""
 
@@ -48,6 +50,12 @@ class Device(Value, frozen=True, kw_only=True):
             here is not supported.
         power_share: the board's power limit over the power that matrix products would take at the clock the data
             sheet's rates are quoted at; they run at the limit, and slow down with its root.
+        clock_share: the clock at which a job's products run, over the one its rates are quoted at
+            (`cost_models.clocks`); 0.0: not known, and then as they run one after another, the root of power_share.
+        boost_share: the highest clock, over the one its rates are quoted at; 0.0: that is the highest.
+        rest_power_share: what kernels that only move bytes draw, over the board's limit; 0.0: not known, and then as
+            much as products.
+        kernels: whose kernels norms and sums over rows run, one of `KERNELS`.
         capability: compute capability, the larger number, by which kernels are chosen; 0: not known.
         multiprocessors: among which the tiles of a product are dealt out; 0: not known, or a CPU.
         launch_s: time to start one kernel.
@@ -63,6 +71,10 @@ class Device(Value, frozen=True, kw_only=True):
     memory_bytes_per_s: float
     flops_per_s: dict[str, float]
     power_share: float = 1.0
+    clock_share: float = 0.0
+    boost_share: float = 0.0
+    rest_power_share: float = 0.0
+    kernels: str = ""
     capability: int = 0
     multiprocessors: int = 0
     launch_s: float = 3e-6
@@ -103,6 +115,7 @@ def check_device(cluster: str, device: Device, at: str) -> None:
             f"cluster {cluster!r}: {at}.power_share is {device.power_share}; a share of the rated power is "
             "more than 0 and at most 1"
         )
+    _check_clocks(cluster, device, at)
     if not device.flops_per_s:
         raise ClusterError(
             f"cluster {cluster!r}: {at}.flops_per_s names no dtype; give at least one rate, e.g. float32: 19.5e12"
@@ -115,9 +128,25 @@ def check_device(cluster: str, device: Device, at: str) -> None:
                 f"it knows {', '.join(known)}"
             )
         check_positive(cluster, rate, f"{at}.flops_per_s.{dtype}")
+    if device.kernels not in KERNELS:
+        raise ClusterError(
+            f"cluster {cluster!r}: {at}.kernels is {device.kernels!r}{did_you_mean(device.kernels, KERNELS)}; "
+            f"it is one of {', '.join(map(repr, KERNELS))}"
+        )
     if device.backend not in BACKENDS:
         raise ClusterError(
             f"cluster {cluster!r}: {at}.backend is {device.backend!r}; it is one of {', '.join(BACKENDS)}"
+        )
+
+
+def _check_clocks(cluster: str, device: Device, at: str) -> None:
+    """Refuse clocks that no board has."""
+    check_not_negative(cluster, device.clock_share, f"{at}.clock_share")
+    check_not_negative(cluster, device.boost_share, f"{at}.boost_share")
+    if not 0 <= device.rest_power_share <= 1:
+        raise ClusterError(
+            f"cluster {cluster!r}: {at}.rest_power_share is {device.rest_power_share}; a share of the board's limit "
+            "is at least 0 and at most 1"
         )
 
 
