@@ -258,4 +258,3 @@ class _Replay:
         held = frozenset(kept.values())
         self._ask(*(Request(0, number) for number in self.numbers.values() if number not in held))
         return kept
-
