@@ -27,7 +27,7 @@ from benchmarks.sleeping_streams import Board, Clock, ClockedCopier, Flight, Mee
 from paraplan.codegen import build_modules
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import plan_costs
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.execution.offsets import place_of
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, Step, Transfer
 from paraplan.ir.machine.mesh import Layout

@@ -18,7 +18,7 @@ import msgspec
 from paraplan import __version__
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import predict, priced_on, simulate_plan
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.ir.execution.rank_program import RankProgram

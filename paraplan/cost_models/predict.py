@@ -14,7 +14,8 @@ from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.ops.roofline import op_cost, rate_of, registered_work_of
 from paraplan.cost_models.profiles.measured import INTERPOLATED, MEASURED, MODELLED
 from paraplan.cost_models.simulator.allocator_replay import reserved_bytes
-from paraplan.cost_models.simulator.simulate import Simulation, simulate
+from paraplan.cost_models.simulator.rank_trace import Simulation
+from paraplan.cost_models.simulator.simulate import simulate
 from paraplan.ir.errors import CostModelError, PlanMismatchError
 from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.execution.schedule import split_classes

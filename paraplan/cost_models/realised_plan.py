@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower

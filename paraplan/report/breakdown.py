@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from paraplan.cost_models.communication.collectives import input_bytes_of
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.ops.roofline import is_free, op_name, work_of
-from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.model.graph import refs

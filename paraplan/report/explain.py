@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paraplan.cost_models.predict import plan_costs
-from paraplan.cost_models.simulator.simulate import RankTrace, Simulation
+from paraplan.cost_models.simulator.rank_trace import RankTrace, Simulation
 from paraplan.ir.execution.memory_actions import Act, Actions, parse_actions
 from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec

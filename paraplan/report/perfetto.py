@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paraplan.cost_models.simulator.simulate import RankTrace, Simulation
+from paraplan.cost_models.simulator.rank_trace import RankTrace, Simulation
 
 Event = dict[str, object]
 

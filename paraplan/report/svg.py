@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.cost_models.simulator.timeline import Span
 from paraplan.ir.execution.streams import StreamKind
 from paraplan.report.units import show_bytes, show_seconds

@@ -11,7 +11,7 @@ import paraplan as pp
 from paraplan.cost_models.costs import lowered_op
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.realised_plan import Realised, realised
-from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.cost_models.simulator.timeline import Span
 from paraplan.ir.execution import streams
 from paraplan.ir.machine.cluster import ClusterSpec

@@ -18,7 +18,7 @@ from paraplan.cost_models.constants import efficiency_of
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError, RuntimeFailure
 from paraplan.ir.execution.names import Role
 from paraplan.ir.execution.rank_program import RankProgram, StepKind

@@ -15,7 +15,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
 from paraplan.ir.execution import names
 from paraplan.ir.execution.rank_program import InstrKind, RankProgram, StepKind

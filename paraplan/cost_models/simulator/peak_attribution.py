@@ -15,7 +15,7 @@ from enum import Enum
 
 from paraplan.cost_models.constants import CUDA_BLOCK_BYTES
 from paraplan.cost_models.simulator.live_storages import STATES, WORKSPACE, Alive, Place, alive_at
-from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.ir.execution import names as outer_names
 from paraplan.ir.execution.names import Name, Transit
 from paraplan.ir.execution.rank_program import BACKWARDS, MESSAGES, BlockRole, Instr, InstrKind, RankProgram, Step

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from paraplan.cost_models.predict import plan_costs, simulate_plan
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.errors import NoPlanError
 from paraplan.ir.execution.memory_actions import format_actions
 from paraplan.ir.execution.rank_program import RankProgram

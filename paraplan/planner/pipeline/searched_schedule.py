@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.execution.rendezvous import MESSAGES
 from paraplan.ir.execution.schedule import ActionKind, parse_action

@@ -22,7 +22,7 @@ from functools import cached_property
 import msgspec
 
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
 from paraplan.ir.execution.streams import COMPUTE
 from paraplan.ir.machine.collectives import COLLECTIVES, Collective

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.tensor import TensorSpec

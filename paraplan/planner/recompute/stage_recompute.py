@@ -26,7 +26,7 @@ from functools import partial
 
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.realised_plan import Realised
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.execution.streams import COMPUTE
 from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.model.graph import Phase

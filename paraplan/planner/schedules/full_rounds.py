@@ -1,20 +1,8 @@
-"""A pipeline of many microbatches from its first ones: once it is full, rounds are alike.
+"""A pipeline of many microbatches from its first ones: once it is full, rounds repeat.
 
-A round is as many microbatches as there are positions. In a simulated step every clock is a maximum of sums of earlier
-clocks, a recurrence linear in the max-plus algebra (Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and
-Linearity). A plan is lowered and simulated for few microbatches, and for a round more, which adds T to the step. Look
-at the end of the last round in which a rank's actions follow each other as a round before, at as many of them as
-anything reaches back:
-
-- Where all that ranks do there ends at most T later than the same of the round before, so it does in every further
-  round, for maxima of sums are monotone: n rounds more add at most n T.
-- Where something ends just T later, so does what it waited for (else it would not have waited), and so on: along that
-  chain n rounds more take at least n T.
-
-So if a rank's actions all end T later there, none of any rank's ends later than that, and the round more has added T to
-every rank's step and nothing to what any holds, then more rounds are carried on: exactly, but for how floating-point
-numbers are rounded, and for how a rank that still gains on the others divides what it stands still into waits and
-bubbles. Else a round more is tried.
+A round is as many microbatches as there are positions. A plan is lowered and simulated for as few as fill the pipeline,
+and where in that every rank has two rounds of equal steps, all microbatches are simulated by these (`repeated_rounds`):
+exactly, without lowering them. What ranks hold is what they hold of the first ones.
 
 Limits: schedules by name that hold each stage on one position, and whose in-flight microbatches do not grow with their
 number.
@@ -22,17 +10,17 @@ number.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.realised_plan import Realised, realised
-from paraplan.cost_models.simulator.simulate import RankTrace, Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
+from paraplan.cost_models.simulator.repeated_rounds import simulate_rounds
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.rank_program import RankProgram
-from paraplan.ir.execution.schedule import PER_STEP, ActionKind, parse_action, split_classes, spread
+from paraplan.ir.execution.schedule import split_classes, spread
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
 from paraplan.ir.process.memo import SESSION, Lately
@@ -49,14 +37,6 @@ FILLED, FILLED_BY_MANY, SAVED = 2, 3, 1.5
 every stage has gradients while as many microbatches are in flight as ever, unless positions have several stages."""
 ROUNDS, WORTH = 3, 0.8
 """Rounds more that are tried; of all microbatches, how many are not worth carrying on from."""
-REACH = 2
-"""Part of a round that is longer than anything in it reaches back: a rank waits for what another did a few actions ago,
-or, where it has several stages, about as many as there are positions."""
-EXACT = 1e-9
-"""Of a step, what times may differ by that are rounded differently."""
-_BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
-_TIMES = ("step_s", "compute_s", "exposed_comm_s", "exposed_copy_s", "bubble_s", "exposed_update_s")
-_STREAMS = ("comm_s", "copy_s", "update_s", "stalled_s")
 
 
 class Carried(NamedTuple):
@@ -145,20 +125,20 @@ def _carried(plan: Plan, few: Realised | None) -> Carried | None:
     except ConstraintError:
         return None
     first = few_orders(plan.program, plan.schedule.name, orders, len(plan.stages))
-    if first is None or first[0] + positions > WORTH * count or _under(plan, orders).schedule != plan.schedule:
+    if first is None or first[0] > WORTH * count or _under(plan, orders).schedule != plan.schedule:
         return None
-    before = few or realised(_under(plan, first[1]))
-    num_run = first[0]
-    for _ in range(ROUNDS):
-        num_run += positions
-        if num_run > WORTH * count:
-            return None
-        more = named_orders(plan.schedule.name, positions, num_run, len(plan.stages) // positions)
-        now = realised(_under(plan, more))
-        simulation = _carried_on(before, now, positions, (count - num_run) // positions)
-        if simulation is not None:
-            return Carried(now, simulation)
-        before = now
+    most = min(int(WORTH * count), first[0] + ROUNDS * positions)
+    for num_run in range(first[0], most + 1, positions):
+        if few is not None and num_run == first[0]:
+            sample, programs = few.plan, few.programs
+        else:
+            run = named_orders(plan.schedule.name, positions, num_run, len(plan.stages) // positions)
+            sample = _under(plan, run)
+            programs = lower(sample)
+        more, classes = (count - num_run) // positions, sample.schedule.rank_class
+        found = simulate_rounds(programs, plan_costs(sample), classes, positions, more)
+        if found is not None and (few is None or found.few.peak_bytes == few.simulation.peak_bytes):
+            return Carried(Realised(sample, programs, found.few), found.all)
     return None
 
 
@@ -173,72 +153,3 @@ def _under(plan: Plan, orders: Orders) -> Plan:
     placed = spread(complete(plan.schedule.name, orders), tuple(positions[rank] for rank in range(len(positions))))
     schedule = split_classes(placed, plan.cluster.device_kinds())
     return msgspec.structs.replace(plan, schedule=schedule, prediction=None, certificate=None)
-
-
-def _carried_on(before: Realised, now: Realised, positions: int, rounds: int) -> Simulation | None:
-    """The simulation of so many rounds more than `now`, which has one more than `before`; None where its rounds are not
-    yet alike."""
-    first, last = before.simulation, now.simulation
-    added_s, off_s = last.step_s - first.step_s, EXACT * last.step_s
-    if first.rank_class != last.rank_class or first.tier_peak_bytes != last.tier_peak_bytes:
-        return None
-    traces, some_rank_keeps_pace = list[RankTrace](), False
-    for program, old, new in zip(now.programs, first.traces, last.traces, strict=True):
-        later_s = _later_s(program, new, positions)
-        if later_s is None or old.peak_bytes != new.peak_bytes or old.tier_peak_bytes != new.tier_peak_bytes:
-            return None
-        if later_s[1] > added_s + off_s or abs(new.step_s - old.step_s - added_s) > off_s:
-            return None
-        some_rank_keeps_pace |= later_s[0] >= added_s - off_s
-        traces.append(_with_more(old, new, rounds))
-    return msgspec.structs.replace(last, traces=tuple(traces)) if some_rank_keeps_pace else None
-
-
-def _later_s(program: RankProgram, trace: RankTrace, positions: int) -> tuple[float, float] | None:
-    """By how much later what ends a rank's last full round ends than the same of the round before: the least and the
-    most; None where no round is full."""
-    ends = {program.steps[point.step].action: point.end_s for point in trace.memory}
-    every = ((parse_action(text), end_s) for text, end_s in ends.items())
-    actions = [(action, end_s) for action, end_s in every if action.kind not in PER_STEP]
-    place = {action: at for at, (action, _) in enumerate(actions)}
-    length = positions * len({(action.stage, action.kind) for action, _ in actions})
-    alike = [
-        place.get(msgspec.structs.replace(action, microbatch=action.microbatch + positions), -1) - at == length
-        for at, (action, _) in enumerate(actions)
-    ]
-    stop = _longest(alike, length)
-    if stop is None:
-        return None
-    last = max(action.microbatch for action, _ in actions)
-    forwards = [at for at, (action, _) in enumerate(actions) if action.kind is ActionKind.F]
-    ends_step = [at for at, (action, _) in enumerate(actions) if action.kind in _BACKWARD and action.microbatch == last]
-    stop = min(stop, forwards[-1] - length, ends_step[0] - length)  # from there on it does what ends a step as well
-    if stop < length // REACH:
-        return None
-    apart = [actions[at + length][1] - actions[at][1] for at in range(stop - length // REACH, stop)]
-    return min(apart), max(apart)
-
-
-def _longest(alike: Sequence[bool], least: int) -> int | None:
-    """Where the longest stretch of what is true ends; None where it is shorter than so many."""
-    found, stop = least - 1, None
-    for is_alike, stretch in itertools.groupby(enumerate(alike), key=lambda each: each[1]):
-        places = [at for at, _ in stretch]
-        if is_alike and len(places) > found:
-            found, stop = len(places), places[-1] + 1
-    return stop
-
-
-def _with_more(old: RankTrace, new: RankTrace, rounds: int) -> RankTrace:
-    """A trace with so many rounds more, each of which adds what the last one has."""
-
-    def more(before: float, after: float) -> float:
-        return after + rounds * (after - before)
-
-    times = {name: more(getattr(old, name), getattr(new, name)) for name in _TIMES}
-    streams = {
-        name: {stream: more(getattr(old, name).get(stream, 0.0), s) for stream, s in getattr(new, name).items()}
-        for name in _STREAMS
-    }
-    unknown = {"spans": (), "memory": (), "bubbles": (), "peak_step": -1, "peak_instr": -1}
-    return msgspec.structs.replace(new, **unknown, **times, **streams)

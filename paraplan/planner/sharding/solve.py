@@ -11,7 +11,7 @@ import numpy as np
 
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.realised_plan import Realised
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh, layout_text
 from paraplan.ir.machine.tiers import TIERS

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulator.simulate import Simulation
+from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
 from paraplan.ir.machine.device import Device, Link

@@ -18,7 +18,7 @@ import msgspec
 
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import plan_costs
-from paraplan.cost_models.simulator.simulate import RankTrace, Simulation
+from paraplan.cost_models.simulator.rank_trace import RankTrace, Simulation
 from paraplan.ir.execution.rank_program import InstrKind, RankProgram, StepKind
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.execution.streams import Stream, StreamKind

@@ -13,7 +13,7 @@ from paraplan.cost_models.constants import CUDA_BLOCK_BYTES
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.peak_attribution import BytesRole, Peak, peak_of
-from paraplan.cost_models.simulator.simulate import RankTrace
+from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.ir.execution.names import Role as OuterRole
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
