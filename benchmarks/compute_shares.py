@@ -38,7 +38,7 @@ from paraplan.cost_models.ops.roofline import op_name
 from paraplan.cost_models.predict import plan_costs, simulate_plan
 from paraplan.ir.execution.rank_program import Block, InstrKind, RankProgram, StepKind, is_compiled
 from paraplan.ir.plan import Plan
-from paraplan.jobs.files import read_plan
+from paraplan.jobs.files import read_with_programs
 
 KINDS = (
     "products",
@@ -172,7 +172,7 @@ def plan_rows(folder: Path, pattern: str) -> Iterator[tuple[str, Seconds]]:
     """Name and seconds of every plan of a folder."""
     for path in sorted(folder.glob("*.json")):
         if re.search(pattern, path.stem):
-            yield path.stem, compute_seconds(*read_plan(path))
+            yield path.stem, compute_seconds(*read_with_programs(path))
 
 
 def _compute_s(found: Seconds) -> float:

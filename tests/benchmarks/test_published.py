@@ -28,7 +28,7 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.plan import Plan
-from paraplan.jobs.files import read_plan
+from paraplan.jobs.files import read_with_programs
 from paraplan.lowering import lower
 
 GPT = {
@@ -135,7 +135,7 @@ def test_pipelines_are_cut_by_layers_and_interleaved_where_that_is_open() -> Non
 def test_a_row_is_planned_as_pinned(folder: Path, tmp_path: Path) -> None:
     tiny = read_cases(folder)[0]
     row = predict(tiny, 10.0, tmp_path)
-    plan, programs = read_plan(plan_path(tmp_path, tiny))
+    plan, programs = read_with_programs(plan_path(tmp_path, tiny))
     assert simulate_plan(plan, programs).step_s == row["step_s"]
     assert plan.cluster.groups[0].device.clock_share > 0
     assert row["predicted"] == pytest.approx(tiny.work / row["step_s"] / 4)

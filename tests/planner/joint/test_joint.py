@@ -154,8 +154,9 @@ def test_the_pipeline_found_is_about_as_fast_as_the_best_pinned_one() -> None:
 
 
 def test_what_pipelines_take_to_plan_is_learned() -> None:
-    effort, one, two = Effort(100), Combination(4, (2,), 64, "1f1b", 1), Combination(4, (2,), 128, "1f1b", 1)
-    first = effort.seconds(one)
-    assert 0 < first < effort.seconds(two) and effort.seconds(Combination(1, (8,), 64, "1f1b", 1)) == 0
+    effort, one, few = Effort(100), Combination(4, (2,), 64, "1f1b", 1), Combination(4, (2,), 8, "1f1b", 1)
+    first, more = effort.seconds(one), effort.seconds(Combination(4, (2,), 128, "1f1b", 1))
+    assert 0 < effort.seconds(few) < first == more, "full rounds are carried on"
+    assert effort.seconds(Combination(1, (8,), 64, "1f1b", 1)) == 0
     effort.took(one, 3 * effort.call_s * 100 * 8)  # eight microbatches fill four positions
     assert effort.seconds(one) == pytest.approx(2 * first)
