@@ -16,7 +16,8 @@ Budget = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Realised:
-    """A plan, its programs per rank class, and what the simulator says of them."""
+    """A plan, its programs per rank class, and what the simulator says of them. Of a pipeline whose full rounds were
+    carried on, the programs are those of its first microbatches, and the simulation is without spans and points."""
 
     plan: Plan
     programs: tuple[RankProgram, ...]
