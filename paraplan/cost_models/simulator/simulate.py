@@ -109,9 +109,8 @@ class RankEngine:
             block = self.block(step.block)
             return lambda time: time.call(step, block)
         if step.kind is StepKind.ACCUMULATE:
-            seconds = self._accumulate_s(memory)
-            issue_s = self.costs.kernel_issue_s if seconds else 0.0
-            return (lambda time: time.compute(step, seconds, "accumulate", issue_s)) if seconds or issue_s else None
+            seconds, issue_s = self._accumulate_s(memory), self.costs.kernel_issue_s
+            return (lambda time: time.compute(step, seconds, "accumulate", issue_s)) if seconds else None
         if step.kind is StepKind.UPDATE:
             return self._update(step)
         return TimeWalk.updated if step.kind is StepKind.UPDATED else None
