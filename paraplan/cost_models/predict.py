@@ -185,36 +185,45 @@ def _at_peak_s(program: Program, cluster: ClusterSpec) -> float:
     )
 
 
-def with_reserved(plan: Plan, programs: Sequence[RankProgram]) -> Plan:
+def with_reserved(plan: Plan, programs: Sequence[RankProgram], room: int | tuple[int, ...] | None = None) -> Plan:
     """The plan whose prediction says what allocators reserve, where its devices have a caching one (CUDA's).
 
+    Args:
+        plan, programs, room: as of `reserved_of`.
     Raises:
         CostModelError: a program names what does not exist.
     """
-    reserved = reserved_of(plan, programs)
+    reserved = reserved_of(plan, programs, room)
     if plan.prediction is None or not reserved:
         return plan
     return msgspec.structs.replace(plan, prediction=msgspec.structs.replace(plan.prediction, reserved_bytes=reserved))
 
 
-def reserved_of(plan: Plan, programs: Sequence[RankProgram]) -> tuple[int, ...]:
-    """Per rank class, what its allocator reserves; nothing where devices have no caching one.
+def reserved_of(
+    plan: Plan, programs: Sequence[RankProgram], room: int | tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Per rank class, what its allocator reserves; nothing where devices have no caching one. What it caches it gives
+    back before it takes more than there is room for, so that less room may make it reserve less.
 
+    Args:
+        plan: what is run.
+        programs: per rank class; of a plan of many microbatches maybe those of the first ones.
+        room: bytes that any device has for the plan, or per device what each has; None for what the plan says
+            (`Plan.room_bytes`).
     Raises:
         CostModelError: a program names what does not exist.
     """
-    groups = plan.cluster.groups
-    if any(group.device.backend != "cuda" for group in groups):
+    if any(group.device.backend != "cuda" for group in plan.cluster.groups):
         return ()
-    room: dict[int, int] = {}  # rank class -> the least memory of its devices
-    for device, of in enumerate(plan.schedule.rank_class):
-        size = plan.cluster.group_of(device).device.memory_bytes if len(groups) > 1 else groups[0].device.memory_bytes
-        room[of] = min(room.get(of, size), size)
+    rooms = plan.room_bytes if room is None else [room] * plan.cluster.num_devices if isinstance(room, int) else room
+    least: dict[int, int] = {}  # per rank class
+    for of, here in zip(plan.schedule.rank_class, rooms, strict=True):
+        least[of] = min(least.get(of, here), here)
     found: dict[tuple[int, int], int] = {}
     for of, program in enumerate(programs):
-        key = id(program), room[of]
-        found[key] = found[key] if key in found else reserved_bytes(program, room[of])
-    return tuple(found[id(program), room[of]] for of, program in enumerate(programs))
+        key = id(program), least[of]
+        found[key] = found[key] if key in found else reserved_bytes(program, least[of])
+    return tuple(found[id(program), least[of]] for of, program in enumerate(programs))
 
 
 def with_used_profile(plan: Plan, programs: Sequence[RankProgram]) -> Plan:

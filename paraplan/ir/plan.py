@@ -235,8 +235,8 @@ class Prediction(Value, frozen=True, kw_only=True):
     Attributes:
         step_s: time of one step.
         peak_bytes: per rank class, the most bytes alive on the device at once.
-        reserved_bytes: per rank class, the most that torch's caching allocator reserves for it; () where devices have
-            none.
+        reserved_bytes: per rank class, the most that torch's caching allocator reserves for it where it has the plan's
+            room (`Plan.room_bytes`); () where devices have none.
         tier_peak_bytes: per tier in use (`ir.machine.tiers`), the most bytes any rank has there.
         compute_s, exposed_comm_s, exposed_copy_s: of the busiest rank.
         tokens_per_s: elements of the first batch input's leading two dims per second.
@@ -385,6 +385,16 @@ class Plan(Value, frozen=True, kw_only=True):
     def wire_dtype(self) -> str:
         """What gradients are cast to before they are summed over ranks; "" where they are not."""
         return REDUCE_DTYPES[self.reduce_dtype]
+
+    @property
+    def room_bytes(self) -> tuple[int, ...]:
+        """Per device, what allocators may reserve for the plan: as was pinned, else its memory less its reserves."""
+        kept, most = (self.pins.get(name) for name in ("reserve_bytes", "memory_bytes"))
+        found: list[int] = []
+        for number, group in enumerate(self.cluster.groups):
+            room = self.cluster.plan_bytes(kept if isinstance(kept, int) else None, number)
+            found += [min(room, most) if isinstance(most, int) else room] * (group.nodes * group.devices_per_node)
+        return tuple(found)
 
     def is_late(self, layouts: ParamLayouts) -> bool:
         """Whether a trained parameter that lies so is updated one step late."""

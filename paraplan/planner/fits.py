@@ -109,8 +109,9 @@ def _search_room(
         if lean is None:
             raise
         return _timed(lean, deadline)
-    tries = [_with_reserved(first)]
-    if not looks or needed_bytes(tries[0].plan) <= device_budget(job.cluster, constraints):
+    budget = device_budget(job.cluster, constraints)
+    tries = [_with_reserved(first, budget)]
+    if not looks or needed_bytes(tries[0].plan) <= budget:
         return _timed(tries[0], deadline)
     try:
         return _timed(_for_fewer(job, constraints, tries, deadline, progress), deadline)
@@ -139,7 +140,7 @@ def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: P
     if lean is None or lean.held_bytes > budget:
         return None
     seconds = time.perf_counter() - started
-    return _with_reserved(BestPlan(certified(lean.candidate, 0.0, 1), seconds, seconds))
+    return _with_reserved(BestPlan(certified(lean.candidate, 0.0, 1), seconds, seconds), budget)
 
 
 def _for_fewer(
@@ -172,7 +173,7 @@ def _with_room(first: BestPlan, budget: int) -> list[BestPlan]:
     near = [draft for draft in first.others if draft.step_s <= WORSE * first.step_s]
     for draft in near[:OTHERS]:
         with suppress(NoPlanError, ConstraintError):
-            found = _with_reserved(BestPlan(draft.made(), 0.0, 0.0))
+            found = _with_reserved(BestPlan(draft.made(), 0.0, 0.0), budget)
             if needed_bytes(found.plan) <= budget:
                 return [found]
     return []
@@ -222,7 +223,7 @@ class _Rounds:
             except NoPlanError as fault:
                 low, self.why = allowed, fault
                 continue
-            self.tries.append(_with_reserved(found))
+            self.tries.append(_with_reserved(found, self.budget))
             plan = self.tries[-1].plan
             if needed_bytes(plan) <= self.budget:
                 return [self.tries[-1]]
@@ -243,8 +244,8 @@ def _unasked(job: Job, constraints: Constraints, kept_bytes: float | None, mesh:
     raise AssertionError(f"a sharding was asked for, and is known ({job}, {constraints}, {kept_bytes}, {mesh})")
 
 
-def _with_reserved(found: BestPlan) -> BestPlan:
-    return replace(found, plan=with_reserved(found.plan, programs_of(found.plan)))
+def _with_reserved(found: BestPlan, budget: int) -> BestPlan:
+    return replace(found, plan=with_reserved(found.plan, programs_of(found.plan), budget))
 
 
 def _timed(found: BestPlan, deadline: Deadline) -> BestPlan:

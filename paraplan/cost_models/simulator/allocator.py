@@ -47,6 +47,7 @@ class CachingAllocator:
         capacity_bytes: what the device has.
         reserved_bytes, allocated_bytes: now.
         peak_reserved_bytes, peak_allocated_bytes: the most so far.
+        times_given_back: how often cached segments were.
     """
 
     capacity_bytes: int
@@ -54,6 +55,7 @@ class CachingAllocator:
     allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     peak_allocated_bytes: int = 0
+    times_given_back: int = 0
     _free: dict[bool, list[tuple[int, int, AllocatedBlock]]] = field(default_factory=lambda: {True: [], False: []})
     _end: int = 0
 
@@ -121,6 +123,7 @@ class CachingAllocator:
 
     def _give_back(self) -> None:
         """Every segment that is free as a whole."""
+        self.times_given_back += 1
         for small, pool in self._free.items():
             kept = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
             self.reserved_bytes -= sum(entry[0] for entry in pool) - sum(entry[0] for entry in kept)

@@ -2,9 +2,12 @@
 
 The order is that of `live_bytes.MemoryWalk`: what is there before the step first, then instruction by instruction what
 a block makes, the workspace of an op (allocated and freed), and what dies. A step's requests are worked out once, those
-of a block once in each situation it is called in, and made twice, since blocks cached in the first step are where the
-second begins. Limits: those of `allocator`; what libraries allocate for themselves (cuBLAS' workspaces, NCCL's buffers,
-the context) is not the allocator's or not counted.
+of a block once in each situation it is called in, and made at least twice, since blocks cached in the first step are
+where the second begins: until a step goes by without cached segments being given back for want of room. A device that
+has more room than a plan is allowed caches more and reserves more, which says nothing of whether the plan fits.
+
+Limits: those of `allocator`; what libraries allocate for themselves (cuBLAS' workspaces, NCCL's buffers, the context)
+is not the allocator's or not counted.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.step_memory import StepMemory, Storage
 from paraplan.ir.execution.names import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
+
+STEPS = 4
+"""Steps that are replayed at most."""
 
 
 class Request(NamedTuple):
@@ -39,7 +45,8 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
 
     Args:
         program: what the rank runs.
-        capacity_bytes: of the device; beyond it cached segments are given back first.
+        capacity_bytes: what the device has for it; beyond it cached segments are given back first. Where more than
+            that is reserved all the same, the program does not fit.
     Raises:
         CostModelError: the program names what does not exist.
     """
@@ -52,7 +59,12 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
     if states:  # made parameter by parameter: slots of its size each
         _states(program, allocator, states)
     step = _step_requests(program, list(kept))
-    for _ in range(2):
+    given_back = 0
+    for taken in range(STEPS):
+        settled = taken > 1 and allocator.times_given_back == given_back
+        if settled or allocator.peak_reserved_bytes > capacity_bytes:
+            break
+        given_back = allocator.times_given_back
         blocks = _made(allocator, step.requests, list(kept.values()))
         ended = {name: blocks[number] for name, number in step.stays.items()}
         for name in kept:

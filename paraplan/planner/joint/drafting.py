@@ -112,7 +112,7 @@ class Drafting:
                 break
             if isinstance(found, Slower) or not self.reserves or estimate.combination.pp == 1 or sharding is None:
                 return found
-            if (needed := found.needed_bytes) <= budget or self.pricing.deadline.is_over:
+            if (needed := found.needed_bytes(budget)) <= budget or self.pricing.deadline.is_over:
                 return found
             first = first or found
             allowed = found.peak_bytes * budget // needed

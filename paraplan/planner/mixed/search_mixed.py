@@ -344,11 +344,11 @@ def search_mixed(
         plan = told(made)
         if not reserves:
             break
-        plan = with_reserved(plan, made.programs)
-        assert plan.prediction is not None
         whole = device_budgets(
             job.cluster, [replace(at, budget=search.prices.budget(at.group)) for at in case.positions]
         )
+        plan = with_reserved(plan, made.programs, whole)
+        assert plan.prediction is not None
         over = over_budget_bytes(plan, plan.prediction.reserved_bytes or made.simulation.peak_bytes, whole)
         if max(over) <= 0:
             break

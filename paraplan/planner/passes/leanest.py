@@ -79,7 +79,7 @@ def leanest(job: Job, mesh: Mesh, constraints: Constraints, time_s: float, enoug
     counts = most_to_order(job.program, constraints, mesh)
     stop = time.perf_counter() + time_s
     for count in counts:
-        for lean in _in_microbatches(job, mesh, constraints, count, time_s / len(counts)):
+        for lean in _in_microbatches(job, mesh, constraints, count, time_s / len(counts), enough_bytes):
             best = lean if best is None or lean.held_bytes < best.held_bytes else best
             if best.held_bytes <= enough_bytes:
                 return best
@@ -117,7 +117,9 @@ def what_would_do(job: Job, mesh: Mesh, constraints: Constraints, limit_s: float
     )
 
 
-def _in_microbatches(job: Job, mesh: Mesh, constraints: Constraints, count: int, time_s: float) -> Iterator[Lean]:
+def _in_microbatches(
+    job: Job, mesh: Mesh, constraints: Constraints, count: int, time_s: float, enough_bytes: int
+) -> Iterator[Lean]:
     """Plans of one number of microbatches: as captured, and within less and less memory."""
     stop = time.perf_counter() + time_s
     kept = constraints.placed(ON_DEVICE)
@@ -135,7 +137,7 @@ def _in_microbatches(job: Job, mesh: Mesh, constraints: Constraints, count: int,
 
     def lean(actions: Actions | None, again_s: float) -> Lean:
         candidate, programs = _ordered(roomy, actions, again_s)
-        held = reserved_of(candidate.plan, programs) if reserves else ()
+        held = reserved_of(candidate.plan, programs, enough_bytes or int(ROOM)) if reserves else ()
         return Lean(candidate, max(held or candidate.simulation.peak_bytes), problem, need)
 
     for at in range(BUDGETS):

@@ -41,10 +41,10 @@ class Draft:
         found = _predicted(plan)
         return Draft(found.step_s, lambda: plan, plan, max(found.peak_bytes), plan=plan)
 
-    @property
-    def needed_bytes(self) -> int:
-        """The most any rank's allocator reserves; where devices have none that caches, the most alive."""
-        return max(reserved_of(self.sample, lower(self.sample)), default=self.peak_bytes)
+    def needed_bytes(self, room: int) -> int:
+        """The most any rank's allocator reserves, of so many bytes; where devices have none that caches, the most
+        alive."""
+        return max(reserved_of(self.sample, lower(self.sample), room), default=self.peak_bytes)
 
     @property
     def cut(self) -> list[tuple[int, int]]:

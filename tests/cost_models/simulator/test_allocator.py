@@ -14,7 +14,7 @@ from paraplan.cost_models.simulator.allocator import AllocatedBlock, CachingAllo
 from paraplan.cost_models.simulator.allocator_replay import reserved_bytes
 from paraplan.cost_models.simulator.simulate import simulate_rank
 from paraplan.ir.execution.rank_program import RankProgram
-from tests.cost_models.rank_programs import random_programs, toy_costs
+from tests.cost_models.rank_programs import block, call, op, own, program, random_programs, toy_costs
 
 MIB = 1 << 20
 
@@ -77,8 +77,8 @@ def test_accounts_of_random_requests(seed: int) -> None:
     assert all(a.address + a.nbytes <= b.address for a, b in pairwise(ordered))
     free = [entry[2] for pool in allocator._free.values() for entry in pool]
     assert sum(block.nbytes for block in free) + allocator.allocated_bytes == allocator.reserved_bytes
-    for block in live:
-        allocator.release(block)
+    for held in live:
+        allocator.release(held)
     whole = [entry[2] for pool in allocator._free.values() for entry in pool]
     assert all(block.before is None and block.after is None for block in whole)
     assert sum(block.nbytes for block in whole) == allocator.reserved_bytes
@@ -124,6 +124,37 @@ def test_what_is_replayed_is_what_is_simulated(monkeypatch: pytest.MonkeyPatch, 
     assert made[0].peak_allocated_bytes == peak <= reserved
 
 
+@given(random_programs())
+@settings(max_examples=60, deadline=None)
+def test_less_room_is_made_do_with(given_program: RankProgram) -> None:
+    """What would be reserved of any room does; so may less, down to what is alive, and then no more is taken."""
+    most = reserved_bytes(given_program, 1 << 40)
+    assert reserved_bytes(given_program, most) == most
+    peak = simulate_rank(given_program, toy_costs()).peak_bytes
+    for room in range(peak, most, max((most - peak) // 8, MIB)):
+        taken = reserved_bytes(given_program, room)
+        assert taken >= peak and (taken <= room or taken > peak)
+
+
+def test_segments_are_given_back_for_a_plan_that_has_less_room() -> None:
+    """As many bytes alive in pieces of another size: cached where there is room, and else made of what was given
+    back."""
+    sizes = {"a": 30 * MIB, "b": 30 * MIB, "c": 31 * MIB, "d": 31 * MIB}
+    values = {
+        "x": own("x", 4),
+        "y": own("y", 4),
+        "m": own("m", 4),
+        **{name: own(name, nbytes) for name, nbytes in sizes.items()},
+    }
+    instrs = (op("a", "x"), op("b", "x"), op("m", "a b", "a b"), op("c", "m"), op("d", "c"), op("y", "c d", "c d m"))
+    code = block("F", "x", "y", values, *instrs)
+    given = program([code], {"x0": 4}, [call("F", "x0", "y0")])
+    small = 2 * MIB
+    assert reserved_bytes(given, 1 << 40) == (2 * 30 + 2 * 32) * MIB + small
+    assert reserved_bytes(given, 64 * MIB + small) == 64 * MIB + small
+    assert reserved_bytes(given, 63 * MIB + small) > 63 * MIB + small
+
+
 def test_what_is_left_of_a_segment_made_at_the_limit_is_used() -> None:
     allocator = CachingAllocator(20 * MIB)
     allocator.release(allocator.allocate(10 * MIB))
@@ -131,6 +162,6 @@ def test_what_is_left_of_a_segment_made_at_the_limit_is_used() -> None:
     assert allocator.reserved_bytes == 12 * MIB
     second = allocator.allocate(MIB + MIB // 4)
     assert (allocator.reserved_bytes, second.address) == (12 * MIB, first.address + first.nbytes)
-    for block in (first, second):
-        allocator.release(block)
+    for held in (first, second):
+        allocator.release(held)
     assert allocator.allocate(12 * MIB).address == first.address and allocator.reserved_bytes == 12 * MIB
