@@ -389,12 +389,11 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def room_bytes(self) -> tuple[int, ...]:
         """Per device, what allocators may reserve for the plan: as was pinned, else its memory less its reserves."""
-        kept, most = (self.pins.get(name) for name in ("reserve_bytes", "memory_bytes"))
-        found: list[int] = []
-        for number, group in enumerate(self.cluster.groups):
-            room = self.cluster.plan_bytes(kept if isinstance(kept, int) else None, number)
-            found += [min(room, most) if isinstance(most, int) else room] * (group.nodes * group.devices_per_node)
-        return tuple(found)
+        pinned = {name: nbytes for name, nbytes in self.pins.items() if isinstance(nbytes, int)}
+        kept, most = pinned.get("reserve_bytes"), pinned.get("memory_bytes")
+        room = [self.cluster.plan_bytes(kept, number) for number in range(len(self.cluster.groups))]
+        sizes = [group.nodes * group.devices_per_node for group in self.cluster.groups]
+        return tuple(min(each, most or each) for each, size in zip(room, sizes, strict=True) for _ in range(size))
 
     def is_late(self, layouts: ParamLayouts) -> bool:
         """Whether a trained parameter that lies so is updated one step late."""

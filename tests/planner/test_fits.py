@@ -15,7 +15,7 @@ import paraplan as pp
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.machine.device_catalog import CATALOG
-from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.predict import reserved_of, simulate_plan
 from paraplan.ir.errors import ClusterError, ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
 from paraplan.ir.machine.mesh import Mesh
@@ -189,19 +189,25 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-def test_pipelines_without_room_are_the_last_that_a_search_gives() -> None:
-    """Where others have room those are; what is planned for fewer bytes is so that it has."""
+def test_pipelines_are_such_that_allocators_have_room() -> None:
+    """What is more than there is is said; where others have room, those are planned."""
     pins = Constraints(schedule="1f1b", microbatches=8)
     roomy = Draft.of(find(job(1 << 40), pins, certify=False).plan)
-    least = roomy.needed_bytes(1 << 40)
-    while roomy.needed_bytes(least - MIB) <= least - MIB:  # what is cached is given back before more is reserved
+    least = _reserved(roomy, 1 << 40)
+    while _reserved(roomy, least - MIB) <= least - MIB:  # what is cached is given back before more is reserved
         least -= MIB
     room, tight = least - MIB, job(least - MIB)
     assert roomy.peak_bytes < least
-    last = Draft.of(find(tight, pins, certify=False, reserves=True).plan)
-    assert last.peak_bytes <= room < last.needed_bytes(room)
+    alone = Draft.of(find(tight, pins, certify=False).plan)
+    assert alone.peak_bytes <= room < _reserved(alone, room)
+    with pytest.raises(SolverLimitError, match=r"rank class 1 reserves .* expandable segments"):
+        find(tight, pins, certify=False, reserves=True)
     found = Draft.of(find(tight, Constraints(microbatches=8), certify=False, reserves=True).plan)
-    assert len(found.sample.stages) == 1 or found.needed_bytes(room) <= room
+    assert len(found.sample.stages) == 1 or _reserved(found, room) <= room
+
+
+def _reserved(draft: Draft, room: int) -> int:
+    return max(reserved_of(draft.sample, lower(draft.sample), room))
 
 
 def test_no_plan_has_room_as_reserved() -> None:

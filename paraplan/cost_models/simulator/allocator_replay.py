@@ -22,9 +22,11 @@ from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.step_memory import StepMemory, Storage
 from paraplan.ir.execution.names import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
+from paraplan.ir.process.memo import SESSION, Lately, Same
 
 STEPS = 4
 """Steps that are replayed at most."""
+_RESERVED: Lately[int] = SESSION.lately("allocator_replay.reserved", 200)
 
 
 class Request(NamedTuple):
@@ -50,6 +52,11 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
     Raises:
         CostModelError: the program names what does not exist.
     """
+    key = Same(program), capacity_bytes
+    return _RESERVED.get(key, lambda: _reserved_bytes(program, capacity_bytes))
+
+
+def _reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
     allocator = CachingAllocator(capacity_bytes)
     states = program.update_bytes("")[0]
     kept = {}

@@ -25,6 +25,7 @@ from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.schedules.full_rounds import FILLED, FILLED_BY_MANY
 
 ROUNDS = 4
@@ -101,22 +102,23 @@ class Drafting:
         job, budget, pins = self.pricing.job, self.pricing.budget, self.pins(estimate)
         check_constraints(pins, job.cluster.num_devices)
         is_only, first = math.isfinite(estimate.step_s), None
+        memory, allowed = ClassMemory(self.reserves and estimate.combination.pp > 1), budget
         for _ in range(ROUNDS):
             sharding = self._sharding(estimate)
-            start = Start(sharding, estimate.taken, within_s, is_only)
+            start = Start(sharding, estimate.taken, within_s, is_only, memory)
             try:
                 found = search_from(job, pins, self.shardings, start)
             except NoPlanError:
                 if first is None:
                     raise
                 break
-            if isinstance(found, Slower) or not self.reserves or estimate.combination.pp == 1 or sharding is None:
+            if isinstance(found, Slower) or not memory.reserves or sharding is None:
                 return found
-            if (needed := found.needed_bytes(budget)) <= budget or self.pricing.deadline.is_over:
+            if (needed := max(memory.needed(found.sample, budget))) <= budget or self.pricing.deadline.is_over:
                 return found
-            first = first or found
-            allowed = found.peak_bytes * budget // needed
-            fewer = self._estimated(estimate.combination, allowed, sharding, found.peak_bytes - allowed)
+            first, over_bytes = first or found, needed - budget
+            allowed -= over_bytes
+            fewer = self._estimated(estimate.combination, allowed, sharding, over_bytes)
             if fewer is None:
                 break
             estimate, pins = fewer, msgspec.structs.replace(self.pins(fewer), memory_bytes=allowed)

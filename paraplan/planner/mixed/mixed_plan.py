@@ -24,8 +24,8 @@ from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.open_choices import check_turns
 from paraplan.planner.pipeline.pipeline import cut_stages, on_meshes
-from paraplan.planner.pipeline.stage_memory import Activations, Cell, Options, recomputing
 from paraplan.planner.recompute.presets import preset_activations
+from paraplan.planner.recompute.stage_memory import Activations, Cell, Options, recomputing
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.full_rounds import as_a_whole, few_orders
 from paraplan.planner.schedules.named import named_orders
@@ -84,7 +84,7 @@ class MixedCase:
         begun = self.priced(bounds, self._fates(bounds, taken))
         if begun.left_bytes(self.budgets) >= 0 or begun.over_bytes:
             return begun
-        return recomputing(begun, lambda fates: self._plan(bounds, fates), self._options, self.budgets, taken)
+        return recomputing(begun.plan, lambda fates: self._plan(bounds, fates), self._options, self.budgets, taken)
 
     def fits(self, made: Realised) -> bool:
         """Whether no device, and no tier, holds more than it may."""

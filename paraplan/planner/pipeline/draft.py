@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from paraplan.cost_models.predict import reserved_of
 from paraplan.ir.plan import Plan, Prediction, Tried
-from paraplan.lowering import lower
 
 
 @dataclass
@@ -40,11 +38,6 @@ class Draft:
         """One that is made."""
         found = _predicted(plan)
         return Draft(found.step_s, lambda: plan, plan, max(found.peak_bytes), plan=plan)
-
-    def needed_bytes(self, room: int) -> int:
-        """The most any rank's allocator reserves, of so many bytes; where devices have none that caches, the most
-        alive."""
-        return max(reserved_of(self.sample, lower(self.sample), room), default=self.peak_bytes)
 
     @property
     def cut(self) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import msgspec
@@ -26,9 +26,10 @@ from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, chain_memory, cut_
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
 from paraplan.planner.pipeline.pipeline import pipelined
-from paraplan.planner.pipeline.stage_memory import Activations, in_flight, recomputing
 from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.presets import preset_activations
+from paraplan.planner.recompute.stage_memory import Activations, in_flight, recomputing
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.full_rounds import FILLED, few_orders
 from paraplan.planner.schedules.named import NAMED
@@ -55,6 +56,7 @@ class PipelineCase:
         positions, num_stages, budget: sizes.
         orders, schedule: of the pipeline, one rank per position.
         num_run: microbatches that the schedule runs.
+        memory: what rank classes need.
     """
 
     job: Job
@@ -67,10 +69,21 @@ class PipelineCase:
     orders: Orders
     schedule: Schedule
     num_run: int
+    memory: ClassMemory = field(default_factory=ClassMemory)
 
     def fits(self, made: Realised) -> bool:
         """Whether no rank, and no tier, holds more than it may."""
-        return made.peak_bytes <= self.budget and not made.over_bytes
+        return made.peak_bytes <= self.budget and not made.over_bytes and max(self.needed(made)) <= self.budget
+
+    def needed(self, made: Realised) -> tuple[int, ...]:
+        """Per rank class, the bytes it has to be allowed: those alive, or what its allocator reserves for them."""
+        peaks = made.simulation.peak_bytes
+        return self.memory.seen(made, self.budget) if self.memory.reserves and max(peaks) <= self.budget else peaks
+
+    def alive_budget(self, made: Realised) -> tuple[int, ...]:
+        """Per device, the bytes that may be alive where allocators need as many more as they do for a plan."""
+        beyond = [self.budget - n + p for n, p in zip(self.needed(made), made.simulation.peak_bytes, strict=True)]
+        return tuple(beyond[of] for of in made.plan.schedule.rank_class)
 
     def least_s(self, made: Realised) -> float:
         """What all microbatches hardly take less than, where the first take this: the busiest rank computes every one,
@@ -104,11 +117,17 @@ class PipelineCase:
         return found
 
     def begun(self, sharding: Sharding, taken: Sequence[int]) -> Realised:
-        """A plan with a sharding whose segments recompute what they are thought to have to: per segment the number of
-        an option; () for nothing."""
-        segments = self.job.program.segments
+        """A plan with a sharding whose segments recompute what they are thought to have to, and less or more where
+        stages are not cut by what they hold (see `recomputing`).
+
+        Args:
+            sharding: of a position's devices.
+            taken: per segment the number of an option; () for nothing.
+        """
+        segments, bounds = self.job.program.segments, self._bounds(sharding)
         fates = tuple(sharding.options[segments[i].kind][each].activations for i, each in enumerate(taken))
-        return self._priced(sharding, self._bounds(sharding), fates)
+        kept = self._plan(sharding, bounds, fates, 1)
+        return self._recomputing(sharding, bounds, kept, taken) if self.is_cut_by_time else realised(kept)
 
     @property
     def is_cut_by_time(self) -> bool:
@@ -132,7 +151,8 @@ class PipelineCase:
 
         Args:
             sharding: of a position's devices.
-            begun, taken: the first of them where it was made, and what it recomputes (see `begun`).
+            begun: the first of them where it was made.
+            taken: what it was thought to recompute (see `begun`).
         """
         pinned = self.constraints.recompute
         activations = preset_activations(self.job.program, pinned) if pinned not in (None, "none") else ()
@@ -142,24 +162,28 @@ class PipelineCase:
             return found
         if not self.is_cut_by_time:
             found += self._cut_by_memory(sharding, bounds, found[0])
-        return found + self._with_waiting(sharding, bounds, found[0], taken) if pinned is None else found
+        if pinned is not None:
+            return found
+        if begun is None or not self.is_cut_by_time:
+            found.append(self._recomputing(sharding, bounds, found[0].plan, taken))
+        return found + self._with_waiting(sharding, bounds, found[0], taken)
 
     def _with_waiting(self, sharding: Sharding, bounds: Bounds, kept: Realised, taken: Sequence[int]) -> list[Realised]:
-        """As little recomputed as fits; and so where gradients are reduced after more microbatches, if faster."""
-        found = [self._recomputing(sharding, bounds, kept, taken)]
+        """As little recomputed as fits where gradients are reduced after more microbatches, if that is faster."""
         waiting = list(map(realised, waiting_less(kept)))
         if waiting and taken_s(less := min(waiting, key=taken_s)) < (1 - WORTH) * taken_s(kept):
-            found.append(self._recomputing(sharding, bounds, less, taken))
-        return found
+            return [self._recomputing(sharding, bounds, less.plan, taken)]
+        return []
 
-    def _recomputing(self, sharding: Sharding, bounds: Bounds, kept: Realised, taken: Sequence[int]) -> Realised:
+    def _recomputing(self, sharding: Sharding, bounds: Bounds, kept: Plan, taken: Sequence[int]) -> Realised:
         """As little recomputed as fits, gradients being reduced as in a plan that keeps everything."""
         return recomputing(
             kept,
-            lambda fates: self._plan(sharding, bounds, fates, kept.plan.reduce_every),
+            lambda fates: self._plan(sharding, bounds, fates, kept.reduce_every),
             lambda _: sharding.options,
             self.budget,
             taken,
+            self.memory,
         )
 
     @cached_property
@@ -176,7 +200,7 @@ class PipelineCase:
         plan = made.plan
         memory = chain_memory(sharding.whole, [0] * len(self.job.program.kinds))
         held, shares = holdings(plan), []
-        for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
+        for actions, peak in zip(plan.schedule.classes, self.needed(made), strict=True):
             stages = held[group_of_class(plan, held, actions)].stages
             kept = sum(memory.kept_bytes(plan.stages[s].first, plan.stages[s].stop) for s in stages)
             shares.append(1 - (peak - self.budget) / max(kept, 1))
@@ -191,7 +215,7 @@ class PipelineCase:
         flying = [int(in_flight(self.schedule, (stage,))) for stage in range(self.num_stages)]
         needed = [-float("inf")] * self.num_stages
         for _ in range(CUTS):
-            for stage, peak in enumerate(_stage_peaks(made)):
+            for stage, peak in enumerate(_stage_peaks(made.plan, self.needed(made))):
                 needed[stage] = max(needed[stage], peak - memory.stage_bytes(*bounds[stage], flying[stage]))
 
             def fits(stage: int, first: int, stop: int) -> bool:
@@ -263,11 +287,10 @@ def taken_s(made: Realised) -> float:
     return made.simulation.step_s
 
 
-def _stage_peaks(made: Realised) -> list[int]:
-    """Per stage of a plan whose positions hold one each, the peak of its ranks."""
-    plan = made.plan
+def _stage_peaks(plan: Plan, peaks: Sequence[int]) -> list[int]:
+    """Per stage of a plan whose positions hold one each, the peak of its ranks, of those of its rank classes."""
     held, found = holdings(plan), [0] * len(plan.stages)
-    for actions, peak in zip(plan.schedule.classes, made.simulation.peak_bytes, strict=True):
+    for actions, peak in zip(plan.schedule.classes, peaks, strict=True):
         (stage,) = held[group_of_class(plan, held, actions)].stages
         found[stage] = max(found[stage], peak)
     return found

@@ -22,7 +22,7 @@ import msgspec
 
 from paraplan.cost_models.bound import rank_bound
 from paraplan.cost_models.predict import predict, with_used_profile
-from paraplan.cost_models.realised_plan import Realised, realised
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
@@ -39,6 +39,7 @@ from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of, of_fe
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.schedules.full_rounds import as_a_whole
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.schedule_problem import holders_of
@@ -46,7 +47,7 @@ from paraplan.planner.schedules.schedule_problem import holders_of
 SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
 TIMES = 2
-"""How often: the second time as much less may be held as all microbatches held more the first time."""
+"""How often: the second time as much less may be held as all microbatches needed too much the first time."""
 QUICKER = 0.02
 """What a plan is thought to gain at most once its messages, reductions and products are."""
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
@@ -61,12 +62,14 @@ class Start:
         taken: per segment, the number of the option to recompute that it is thought to have to take; () for none.
         within_s: the step of a plan known: where this one's cannot be shorter, it is left.
         is_only: whether no other sharding is tried where nothing fits with this one.
+        memory: what rank classes need; None for what is alive.
     """
 
     sharding: Sharding | None = None
     taken: tuple[int, ...] = ()
     within_s: float = math.inf
     is_only: bool = False
+    memory: ClassMemory | None = None
 
 
 class Slower(NamedTuple):
@@ -96,6 +99,7 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
     if constraints.schedule == SEARCHED:
         return Draft.of(_searched(job, constraints, shardings))
     case = case_of(job, constraints)
+    case = replace(case, memory=start.memory or case.memory)
     few = of_few_microbatches(case)
     best = _fastest(few or case, shardings, start)
     if isinstance(best, Slower):
@@ -110,14 +114,14 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
 
 
 def _whole(case: PipelineCase, few: PipelineCase, best: Realised, shardings: Shardings, start: Start) -> Plan:
-    """The plan of all microbatches; where they hold more than the first ones, with as much less for those."""
+    """The plan of all microbatches; where they need more than there is, with as much less for the first ones."""
     start = replace(start, within_s=math.inf)
     for again in range(TIMES):
         best = _realised(_fastest(few, shardings, start)) if again else best
         whole = as_a_whole(rescheduled(best.plan, case.schedule, holders_of(case.orders)), best)
-        if case.fits(whole):
-            return _told(whole)
-        few = replace(few, budget=case.budget - max(whole.peak_bytes - best.peak_bytes, 0))
+        if case.fits(whole) or (whole.peak_bytes <= case.budget and again == TIMES - 1):
+            return _told(whole)  # what allocators reserve for it may still be too much
+        few = replace(few, budget=few.budget - max(max(case.needed(whole)) - case.budget, 0))
     return _told(_realised(_fastest(case, shardings, start)))
 
 
@@ -146,8 +150,9 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             tried += _with_shardings(here, shardings, start, None if tried else begun, taken)
             fitting = [made for made in tried if case.fits(made)]
     if not fitting:
-        raise SolverLimitError(_overflow(tried, case.budget, case.positions))
-    return _quickened(min(fitting, key=taken_s), case.constraints, case.budget)
+        raise SolverLimitError(_overflow(case, tried))
+    best = min(fitting, key=taken_s)
+    return _quickened(best, case.constraints, case.alive_budget(best))
 
 
 def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
@@ -202,13 +207,13 @@ def _with_shardings(
     return tried
 
 
-def _quickened(best: Realised, constraints: Constraints, budget: int) -> Realised:
+def _quickened(best: Realised, constraints: Constraints, budget: Budget) -> Realised:
     """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, products in
     pieces, the host's updates one step late, and states that come to theirs ahead."""
 
     def step_s(tried: Plan) -> float:
         made = realised(tried)
-        return made.simulation.step_s if made.peak_bytes <= budget and not made.over_bytes else math.inf
+        return made.simulation.step_s if made.left_bytes(budget) >= 0 and not made.over_bytes else math.inf
 
     made = parted(cast_once(best, budget), budget)
     made = overlapped(reducing(made, budget), constraints.overlap, budget)
@@ -221,14 +226,17 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-def _overflow(tried: Sequence[Realised], budget: int, positions: int) -> str:
-    peaks = [made.simulation.peak_bytes for made in tried]
-    first, least = peaks[0], min(peaks, key=max)
+def _overflow(case: PipelineCase, tried: Sequence[Realised]) -> str:
+    needs = [case.needed(made) for made in tried]
+    first, least = needs[0], min(needs, key=max)
+    does, ways = "peaks at", ""
+    if case.memory.reserves:
+        does, ways = "reserves", "; or reserve=0 and train with expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
     return (
-        f"a pipeline over {positions} groups of devices needs more than the {say_size(budget)} a device may hold: as "
-        f"planned for speed alone, rank class {first.index(max(first))} peaks at {say_size(max(first))}; at best, of "
-        f"{len(tried)} plans, rank class {least.index(max(least))} peaks at {say_size(max(least))}; use more "
-        "stages, more microbatches, or a sharding that holds less (zero, tp)"
+        f"a pipeline over {case.positions} groups of devices needs more than the {say_size(case.budget)} a device may "
+        f"hold: as planned for speed alone, rank class {first.index(max(first))} {does} {say_size(max(first))}; at "
+        f"best, of {len(tried)} plans, rank class {least.index(max(least))} {does} {say_size(max(least))}; use more "
+        f"stages, more microbatches, or a sharding that holds less (zero, tp){ways}"
     )
 
 

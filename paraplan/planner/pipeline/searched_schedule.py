@@ -24,7 +24,7 @@ from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.planner.pipeline.pipeline import rescheduled
-from paraplan.planner.pipeline.stage_memory import in_flight
+from paraplan.planner.recompute.stage_memory import in_flight
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.schedule_problem import PipelineProblem, StageCosts, holders_of
 from paraplan.planner.schedules.searching.schedule_search import Searched, search

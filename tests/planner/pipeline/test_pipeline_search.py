@@ -22,7 +22,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain
 from paraplan.planner.pipeline.pipeline import rescheduled
 from paraplan.planner.pipeline.searched_schedule import stage_costs
-from paraplan.planner.pipeline.stage_memory import in_flight
+from paraplan.planner.recompute.stage_memory import in_flight
 from paraplan.planner.recompute.stage_recompute import options_of
 from paraplan.planner.schedules.complete import complete, orders_of
 from paraplan.planner.schedules.event_simulation import evaluate

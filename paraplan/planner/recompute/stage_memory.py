@@ -1,11 +1,10 @@
 """Which segments of a pipeline recompute what: each stage as little as its own memory needs.
 
 The stages of a pipeline are short of memory to different degrees, the first most, as it has most microbatches in
-flight. Every position's peak is its own affair: lowering and simulating the pipeline says by how much it is over its
-budget, and divided by the microbatches in flight there that is what its segments must save less. A small integer
-program per position (`recompute.stage.choose`) says how, until all positions fit. What a position holds hangs on its
-own segments alone, so that those that changed are lowered, and nothing is simulated before all fit. Positions that hold
-the same stages (bidirectional schedules) decide as one, by the one that is over by most.
+flight. Every position's peak is its own affair: the programs of its rank classes (`class_memory`) say by how much it is
+over its budget, and divided by the microbatches in flight there that is what its segments must save less. A small
+integer program per position (`recompute.stage.choose`) says how, until all positions fit; nothing is simulated before.
+Positions that hold the same stages (bidirectional schedules) decide as one, by the one that is over by most.
 
 Where that took less off the peak than it was to (backwards in two halves keep values between them, made again or not),
 the next round goes by what the last one took off.
@@ -21,11 +20,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from paraplan.cost_models.realised_plan import Budget, Realised, over_budget_bytes, realised
-from paraplan.cost_models.simulator.live_bytes import peak_bytes
 from paraplan.ir.execution.schedule import ActionKind, Schedule, parse_action
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
-from paraplan.lowering import lower_alone
+from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import choose
 
@@ -46,39 +44,13 @@ Options = Sequence[tuple[RematOption, ...]]
 """Per kind, what an instance may do, most bytes saved first."""
 
 
-class _Held:
-    """What the rank classes of a pipeline hold with one choice of activations or another.
-
-    Args:
-        kept: the pipeline with some.
-    """
-
-    def __init__(self, kept: Realised) -> None:
-        held = holdings(kept.plan)
-        self._cell_of = {
-            actions: held[group_of_class(kept.plan, held, actions)].stages for actions in kept.plan.schedule.classes
-        }
-        self._known: dict[object, int] = {}
-
-    def peaks(self, plan: Plan, fates: Activations) -> tuple[int, ...]:
-        """Per rank class of the plan with these activations, per segment, the most bytes alive."""
-        classes = plan.schedule.classes
-        keys = {actions: (actions, self._own(plan, fates, self._cell_of[actions])) for actions in classes}
-        for actions, program in lower_alone(plan, [a for a in classes if keys[a] not in self._known]).items():
-            self._known[keys[actions]] = peak_bytes(program)
-        return tuple(self._known[keys[actions]] for actions in classes)
-
-    def _own(self, plan: Plan, fates: Activations, cell: Cell) -> tuple[tuple[tuple[str, str], ...], ...]:
-        own = [fates[plan.stages[stage].first : plan.stages[stage].stop] for stage in cell]
-        return tuple(tuple(each.items()) for here in own for each in here)
-
-
 def recomputing(
-    kept: Realised,
+    kept: Plan,
     plan_of: PlanOf,
     options_of: Callable[[Cell], Options],
     budget: Budget,
     begun: Sequence[int] = (),
+    memory: ClassMemory | None = None,
 ) -> Realised:
     """The pipeline with as little recomputed as fits, or the one that comes closest.
 
@@ -89,47 +61,45 @@ def recomputing(
         budget: what devices may hold.
         begun: per segment, the option it takes already; () for the first of each. Where some position is over then,
             those that have room take less.
+        memory: what rank classes need; None for what is alive.
     """
-    taking = _Taking(kept, options_of, budget, begun)
-    held, peaks, plan = _Held(kept), kept.simulation.peak_bytes, kept.plan
-    least: tuple[int, Realised | Plan] = (kept.left_bytes(budget), kept)
-    for round_ in range(ROUNDS):
-        over = _over(plan, peaks, budget)
+    memory = memory or ClassMemory()
+    taking, plan = _Taking(kept, options_of, budget, begun), kept
+    least: tuple[float, Plan] = (-math.inf, kept)
+    for round_ in range(ROUNDS + 1):
+        over = _over(plan, memory.needed(plan, budget), budget)
         if max(over.values()) <= 0:
-            made = kept if plan is kept.plan else realised(plan)
-            over = _over(plan, made.simulation.peak_bytes, budget)  # receives may be elsewhere
+            made = realised(plan)
+            over = _over(plan, memory.seen(made, budget), budget)
             if max(over.values()) <= 0:
                 return made
-        fates = taking.less(over, round_)
+        least = max(least, (-max(over.values()), plan), key=lambda each: each[0])
+        fates = taking.less(over, round_) if round_ < ROUNDS else None
         if fates is None:
             break
         plan = plan_of(fates)
-        peaks = held.peaks(plan, fates)
-        least = max(least, (-max(over_budget_bytes(plan, peaks, budget)), plan), key=lambda each: each[0])
-    closest = least[1]
-    return realised(closest) if isinstance(closest, Plan) else closest
+    return realised(least[1])
 
 
 class _Taking:
     """Which option every segment takes, round by round.
 
     Args:
-        kept, options_of, budget, begun: see `recomputing`.
+        kept, options_of, begun: see `recomputing`.
+        budget: of devices.
     """
 
-    def __init__(
-        self, kept: Realised, options_of: Callable[[Cell], Options], budget: Budget, begun: Sequence[int]
-    ) -> None:
-        self.program, stages = kept.plan.program, kept.plan.stages
+    def __init__(self, kept: Plan, options_of: Callable[[Cell], Options], budget: Budget, begun: Sequence[int]) -> None:
+        self.program, stages = kept.program, kept.stages
         self.segments = {
-            cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept.plan)
+            cell: [i for s in cell for i in range(stages[s].first, stages[s].stop)] for cell in _cells(kept)
         }
         self.options_of, self.begun, self.held_bytes = options_of, begun, _budgets(kept, budget)
         self.options_at = {
             i: options_of(cell)[self.program.segments[i].kind] for cell, here in self.segments.items() for i in here
         }
         self.taken = dict(enumerate(begun or [0] * len(self.program.segments)))
-        self.flying = {cell: in_flight(kept.plan.schedule, cell) for cell in self.segments}
+        self.flying = {cell: in_flight(kept.schedule, cell) for cell in self.segments}
         self.worth = dict(self.flying)
         self.lessened: dict[Cell, tuple[float, float]] = {}
 
@@ -194,9 +164,8 @@ def _over(plan: Plan, peaks: Sequence[int], budget: Budget) -> dict[Cell, float]
     return {cell: found[cell] for cell in _cells(plan)}
 
 
-def _budgets(made: Realised, budget: Budget) -> dict[Cell, float]:
+def _budgets(plan: Plan, budget: Budget) -> dict[Cell, float]:
     """Per position, what each of its devices may hold."""
-    plan = made.plan
     if isinstance(budget, int):
         return dict.fromkeys(_cells(plan), budget)
     found: dict[Cell, float] = {}
