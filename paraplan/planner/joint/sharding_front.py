@@ -35,9 +35,11 @@ def front(
     space = problem_of(job, mesh, num_microbatches, constraints)
     network = with_rows(formulate(space).network, tier_rows(space))
     (held, *_) = memory_rows(space, 1.0, activations=False)
-    whole, least = 0.0, math.inf
+    whole, least, warm = 0.0, math.inf, None
     for share in (0.0, *shares):
-        found = optimise(with_price(network, held, share * whole), limits.time_s, limits.relative_gap, limits.backend)
+        priced = with_price(network, held, share * whole)
+        found = optimise(priced, limits.time_s, limits.relative_gap, limits.backend, warm=warm)
+        warm = found.messages
         if found.choices is None:
             raise failure_of(job, space, found, limits, proved=True)
         kept = float(sum(amounts[found.choices[variable]] for variable, amounts in held.held.items()))

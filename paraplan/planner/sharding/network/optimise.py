@@ -20,6 +20,7 @@ from paraplan.planner.sharding.network.branch import FEW, Branching, left_over
 from paraplan.planner.sharding.network.cost_network import Factor, Floats, Ints, Network
 from paraplan.planner.sharding.network.ilp import build_ilp
 from paraplan.planner.sharding.network.lagrangian import TIGHT, Ascent, Point, evaluate
+from paraplan.planner.sharding.network.message_passing import MessagePassing
 from paraplan.planner.solvers.milp import Status, solve
 
 ROUNDS = 16
@@ -41,6 +42,7 @@ class Optimum:
         solve_s: seconds.
         multipliers: [row] the multipliers of the best bound.
         via: "messages", "branching" where options were split, or "milp" where integers were needed.
+        messages: the first, from which a network at other prices may start; None where there were none.
     """
 
     status: Status
@@ -50,6 +52,7 @@ class Optimum:
     solve_s: float
     multipliers: Floats
     via: str
+    messages: MessagePassing | None = None
 
 
 def optimise(
@@ -59,6 +62,7 @@ def optimise(
     backend: str = "mathopt-highs",
     small: int = 20_000,
     cutoff: float = np.inf,
+    warm: MessagePassing | None = None,
 ) -> Optimum:
     """The cheapest choices that fit, by total work over streams.
 
@@ -69,15 +73,16 @@ def optimise(
         backend: who solves what remains as a MILP.
         small: with fewer columns than this the MILP is not put off by multipliers.
         cutoff: a cost from which choices are of no use: where all cost more, none are returned, and the bound says so.
+        warm: of a network that differs in prices alone, none of them infinite in one only.
     """
     started = time.perf_counter()
     kept = consistent(network)
     if kept is None:
         return Optimum(Status.INFEASIBLE, None, np.inf, np.inf, time.perf_counter() - started, np.zeros(0), "messages")
     search = _Search(network.restricted(kept), started + time_limit_s, relative_gap, backend)
-    found = search.run(search.size() < small, cutoff)
+    found = search.run(search.size() < small, cutoff, warm)
     choices = None if found.choices is None else tuple(int(k[c]) for k, c in zip(kept, found.choices, strict=True))
-    return replace(found, choices=choices, solve_s=time.perf_counter() - started)
+    return replace(found, choices=choices, solve_s=time.perf_counter() - started, messages=search.messages)
 
 
 class _Search:
@@ -88,16 +93,17 @@ class _Search:
         self.best: tuple[float, tuple[int, ...]] | None = None
         self.active: list[int] = []  # rows some choices broke
         self.bound, self.multipliers = -np.inf, np.zeros(len(network.rows))
+        self.messages: MessagePassing | None = None
 
     def size(self) -> int:
         """About how many columns the ILP has."""
         flows = sum(factor.prices[..., 0].size * len(factor.readers) for factor in self.network.factors)
         return flows + sum(map(len, self.network.prices))
 
-    def run(self, small: bool, cutoff: float = np.inf) -> Optimum:
-        point = evaluate(
-            self.network, self.weights, np.zeros(len(self.network.rows)), self.stop, None, self.fine, cutoff
-        )
+    def run(self, small: bool, cutoff: float = np.inf, warm: MessagePassing | None = None) -> Optimum:
+        none = np.zeros(len(self.network.rows))
+        point = evaluate(self.network, self.weights, none, self.stop, warm, self.fine, cutoff)
+        self.messages = point.messages
         if point.bound >= cutoff:
             self.bound = point.bound
             return self._answer("messages")
