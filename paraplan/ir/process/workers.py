@@ -118,6 +118,11 @@ class Workers:
     def _idle(self) -> list[_Process]:
         return [process for process in self._processes if not process.is_busy]
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether a process has nothing to do."""
+        return bool(self._idle)
+
     def close(self) -> None:
         """End them."""
         for process in self._processes:

@@ -99,34 +99,43 @@ class Drafting:
             ConstraintError: what is pinned contradicts it.
             SolverLimitError: it does not fit.
         """
+        return self.drafted_with(estimate, within_s)[0]
+
+    def drafted_with(self, estimate: Estimate, within_s: float) -> tuple[Draft | Slower, Estimate, Constraints]:
+        """As `drafted`, with the estimate and the constraints that it came of in the end."""
         job, budget, pins = self.pricing.job, self.pricing.budget, self.pins(estimate)
         check_constraints(pins, job.cluster.num_devices)
-        is_only, first = math.isfinite(estimate.step_s), None
-        memory, allowed = ClassMemory(self.reserves and estimate.combination.pp > 1), budget
+        first, allowed = None, budget
+        start, memory = self.start(estimate, within_s), ClassMemory(self.reserves and estimate.combination.pp > 1)
+        start = replace(start, memory=memory)
         for _ in range(ROUNDS):
-            sharding = self._sharding(estimate)
-            start = Start(sharding, estimate.taken, within_s, is_only, memory)
             try:
                 found = search_from(job, pins, self.shardings, start)
             except NoPlanError:
                 if first is None:
                     raise
                 break
-            if isinstance(found, Slower) or not memory.reserves or sharding is None:
-                return found
-            if (needed := max(memory.needed(found.sample, budget))) <= budget or self.pricing.deadline.is_over:
-                return found
+            if isinstance(found, Slower) or not memory.reserves or start.sharding is None:
+                return found, estimate, pins
+            needed = max(memory.needed(found.sample, budget))
+            if needed <= budget or self.pricing.deadline.is_over:
+                return found, estimate, pins
             first, over_bytes = first or found, needed - budget
             allowed -= over_bytes
-            fewer = self._estimated(estimate.combination, allowed, sharding, over_bytes)
+            fewer = self._estimated(estimate.combination, allowed, start.sharding, over_bytes)
             if fewer is None:
                 break
             estimate, pins = fewer, msgspec.structs.replace(self.pins(fewer), memory_bytes=allowed)
+            start = replace(start, sharding=self._sharding(estimate), taken=estimate.taken)
         assert first is not None
         self.roomless.append(first)
         raise SolverLimitError(
             f"it fits by the bytes alive, but {say_size(needed)} would be reserved, of {say_size(budget)}"
         )
+
+    def start(self, estimate: Estimate, within_s: float) -> Start:
+        """What is known of an estimate's pipeline before it is planned."""
+        return Start(self._sharding(estimate), estimate.taken, within_s, math.isfinite(estimate.step_s))
 
     def _estimated(self, combination: Combination, budget: int, sharding: Sharding, less_bytes: int) -> Estimate | None:
         """What a combination comes to within so many bytes, in the sharding where that is least: of those priced, and

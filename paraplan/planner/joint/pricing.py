@@ -334,6 +334,11 @@ class Packed:
     options: tuple[tuple[RematOption, ...], ...]
     numbers: tuple[Any, ...]
 
+    @staticmethod
+    def of(prices: StagePrices) -> Packed:
+        """Some prices."""
+        return Packed(prices.sharding.decisions, prices.sharding.options, prices.numbers)
+
     def prices(self, part: Job) -> StagePrices:
         """The prices, of the job on a position's devices."""
         return StagePrices(Sharding(part, self.decisions, self.options), *self.numbers)
@@ -343,10 +348,7 @@ def packed_prices(
     pricing: Pricing, combination: Combination, combinations: Sequence[Combination], best_s: float
 ) -> tuple[Packed, ...]:
     """As `Pricing.priced`, of a process; nothing where there are none."""
-    return tuple(
-        Packed(each.sharding.decisions, each.sharding.options, each.numbers)
-        for each in pricing.priced(combination, combinations, best_s)
-    )
+    return tuple(Packed.of(each) for each in pricing.priced(combination, combinations, best_s))
 
 
 def pricing_beside(job: Job, constraints: Constraints, budget: int, deadline: Deadline) -> Pricing:

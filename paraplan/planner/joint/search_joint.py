@@ -28,18 +28,21 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.bounding.proving import Bounding, bound_of
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.joint.drafting import Drafting, Effort
-from paraplan.planner.joint.estimate import Estimate, Pricer
+from paraplan.planner.joint.drafting_beside import Drafted, PackedEstimate, drafted_beside, received
+from paraplan.planner.joint.estimate import Estimate
+from paraplan.planner.joint.estimating import estimates as estimated
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
-from paraplan.planner.joint.proving import Bounding, bound_of
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_search import Slower
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
-from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.pipeline.stage_sharding import Shardings
 
+Make = Callable[[Drafting], Draft | Slower]
+"""Makes a draft."""
 OneStage = Callable[[Constraints, bool], Draft]
 """Plans without a pipeline; whether to bound what it is found among."""
 USUAL_SHARE = 0.15
@@ -62,12 +65,6 @@ having been."""
 INTERRUPTED = "interrupted"
 LATE = "others not in time"
 """Said where a search was, and where a pipeline would have been planned, were there time for so many microbatches."""
-ESTIMATED = 40
-"""Combinations whose orders are simulated: the best by a closed form."""
-FEWEST = 20
-"""Combinations whose orders are simulated in any case."""
-ESTIMATED_SHARE = 0.55
-"""Of the time limit, after which nothing else is estimated."""
 LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on their pricing is worth processes beside this one; how many there are at most, with it."""
 PROVED_SHARE = 0.2
@@ -100,6 +97,7 @@ class JointSearch:
     tried: list[Tried] = field(default_factory=list)
     faults: list[ParaplanError] = field(default_factory=list)
     _off: dict[str, float] = field(default_factory=dict)
+    _longer: list[float] = field(default_factory=list)
     _bound: Bounding | None = None
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
 
@@ -127,7 +125,7 @@ class JointSearch:
         estimates: list[Estimate] = []
         try:
             self._plan_usual(one_stage)
-            estimates = self._estimates(listed)
+            estimates = estimated(self.pricing, listed, self.best_s, self.faults)
             self._plan_promising(estimates)
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
@@ -145,22 +143,28 @@ class JointSearch:
             f"the fastest were planned: {'; '.join(self.words)}"
         )
         tried = kept(self.tried)
-        best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=lambda draft: draft.step_s))
+        best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=self._whole_s))
         return (Draft.of(self._certified(best, listed)) if certify else best), *others
 
     def _make_fastest(self) -> None:
-        """Make drafts whole until the fastest of all is: of those that are not it is known what they take at least."""
-        while self.drafts and (best := min(self.drafts, key=lambda draft: draft.step_s)).plan is None:
+        """Make drafts whole until the fastest of all is: of those that are not it is known what they hardly take less
+        than, and how many times as much those that were made have taken at least."""
+        while self.drafts and (best := min(self.drafts, key=self._whole_s)).plan is None:
             self.progress(f"all microbatches of the best so far, about {best.step_s:.4g} s")
-            what, estimated_s, pins = self._drafted[id(best)]
+            (what, estimated_s, pins), drafted_s = self._drafted[id(best)], best.step_s
             try:
                 self.tried.append(planned(what, best.made(), estimated_s, pins))
                 self.words.append(f"{what}, whole: {best.step_s:.4g} s")
+                self._longer.append(best.step_s / drafted_s)
             except ParaplanError as fault:
                 self.drafts.remove(best)
                 self.faults.append(fault)
                 self.tried.append(in_vain(what, fault, estimated_s))
                 self.words.append(f"{what}, whole: nothing")
+
+    def _whole_s(self, draft: Draft) -> float:
+        """What a draft takes once it is made."""
+        return draft.step_s * (min(self._longer, default=1.0) if draft.plan is None else 1.0)
 
     def _bounding(self, listed: Sequence[Combination]) -> Bounding | None:
         """What is proved of every combination, beside what else is done; None where that is nothing, where the schedule
@@ -236,10 +240,29 @@ class JointSearch:
             if self._hoped_s(first) > (1 + slack) * self.best_s:
                 return
             waiting.remove(first)
-            before, began_s = self.best_s, self.deadline.passed_s
-            self._plan(first)
-            in_vain = 0 if self.best_s < before else in_vain + 1
+            began_s = self.deadline.passed_s
+            others = sorted((each for each in in_time if each is not first), key=rank)
+            for estimate, make in ((first, None), *self._beside(others[: MOST - 1])):
+                if make is not None:
+                    waiting.remove(estimate)
+                before = self.best_s
+                self._plan(estimate, make)
+                in_vain = 0 if self.best_s < before else in_vain + 1
             effort.took(first.combination, self.deadline.passed_s - began_s)
+
+    def _beside(self, estimates: Sequence[Estimate]) -> list[tuple[Estimate, Make]]:
+        """Estimates whose drafts other processes make from now on, as many as have nothing to do, of those that may
+        come near the best; and what waits for each."""
+        found: list[tuple[Estimate, Make]] = []
+        for each in estimates:
+            worth = math.isfinite(each.step_s) and self._hoped_s(each) <= (1 + FIRST_SLACK) * self.best_s
+            if self.workers is None or not self.workers.has_idle or each.combination.pp == 1 or not worth:
+                break
+            self.progress(f"beside: {each.combination.text} ({each.step_s:.4g} s estimated)")
+            task = PackedEstimate.of(each, self.pricing), self.best_s, self.reserves
+            answer = self.workers.begin(drafted_beside, task, self.pricing)
+            found.append((each, partial(_received, answer)))
+        return found
 
     def _nothing(self) -> ParaplanError:
         """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
@@ -315,13 +338,14 @@ class JointSearch:
             self.words.append(f"{text}: about {found.step_s:.4g} s")
         return found.step_s
 
-    def _plan(self, estimate: Estimate) -> None:
-        """Plan a combination as a pinned pipeline."""
+    def _plan(self, estimate: Estimate, beside: Make | None = None) -> None:
+        """Plan a combination as a pinned pipeline, or take what was planned beside."""
         step_s = estimate.step_s if math.isfinite(estimate.step_s) else None
         said = "estimated not to fit" if step_s is None else f"{step_s:.4g} s estimated"
         drafting = Drafting(self.pricing, self.shardings, self.reserves, [])
         within_s = self.best_s if estimate.combination.pp > 1 else math.inf  # one stage takes a second
-        make, pins = partial(drafting.drafted, estimate, within_s), drafting.pins(estimate)
+        make = partial(drafting.drafted, estimate, within_s) if beside is None else partial(beside, drafting)
+        pins = drafting.pins(estimate)
         found_s, family = self._try(estimate.combination.text, pins, make, f" ({said})", step_s), estimate.family
         for draft in drafting.roomless:
             self.roomless.append(draft)
@@ -329,34 +353,9 @@ class JointSearch:
         if step_s is not None:
             self._off[family] = found_s / step_s if found_s is not None else UNFIT * self._off.get(family, 1.0)
 
-    def _estimates(self, listed: Sequence[Combination]) -> list[Estimate]:
-        """Of every combination, the most promising first."""
-        pricer = Pricer(self.job.cluster, self.budget)
-        quick: list[tuple[float, int, Combination, StagePrices]] = []
-        self.pricing.price_all(listed, self.best_s)
-        for number, combination in enumerate(listed):
-            known = [
-                (pricer.quick_s(combination, prices.totals, self._shape(combination, prices)), prices)
-                for prices in self.pricing.of(combination)
-            ]
-            if known:  # where none fits, the leanest
-                least_s, prices = min(reversed(known), key=lambda each: each[0])
-                quick.append((least_s, number, combination, prices))
-        found: list[Estimate] = []
-        for _, _, combination, prices in sorted(quick, key=lambda each: each[:2])[:ESTIMATED]:
-            if len(found) >= FEWEST and self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s:
-                break
-            try:
-                estimate = pricer.estimate(combination, prices, self._shape(combination, prices))
-            except ParaplanError as fault:
-                self.faults.append(fault)
-                continue
-            if estimate is not None:
-                found.append(estimate)
-        return sorted(found, key=lambda each: each.rank)
 
-    def _shape(self, combination: Combination, prices: StagePrices) -> tuple[int, ...]:
-        return self.pricing.mesh_shape(combination, prices.shape)
+def _received(answer: Callable[[], Drafted], drafting: Drafting) -> Draft | Slower:
+    return received(answer(), drafting)
 
 
 def search_joint(

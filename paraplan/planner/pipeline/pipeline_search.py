@@ -113,6 +113,20 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
     return Draft(least_s, whole, best.plan, best.peak_bytes)
 
 
+def whole_of(job: Job, constraints: Constraints, shardings: Shardings, start: Start, sample: Plan) -> Plan:
+    """The plan of all microbatches from that of the first ones.
+
+    Args:
+        job, constraints, shardings, start: as for `search_from`, which found the sample.
+        sample: of a draft that is not its plan.
+    """
+    case = case_of(job, constraints)
+    case = replace(case, memory=start.memory or case.memory)
+    few = of_few_microbatches(case)
+    assert few is not None
+    return _whole(case, few, realised(sample), shardings, start)
+
+
 def _whole(case: PipelineCase, few: PipelineCase, best: Realised, shardings: Shardings, start: Start) -> Plan:
     """The plan of all microbatches; where they need more than there is, with as much less for the first ones."""
     start = replace(start, within_s=math.inf)

@@ -14,7 +14,7 @@ from paraplan.ir.model.program import Program
 from paraplan.planner.certificate import certified_alike
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint import drafting, pricing
-from paraplan.planner.joint.space_bound import SpaceBound
+from paraplan.planner.joint.bounding.space_bound import SpaceBound
 from paraplan.planner.search import find, search
 from paraplan.rules.time_axis import program_micro
 from tests.captures import zoo_job

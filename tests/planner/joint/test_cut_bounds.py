@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from paraplan.ir.execution.schedule import ActionKind
-from paraplan.planner.joint.cut_bounds import filled_s, shared_s
-from paraplan.planner.joint.in_flight import fullest, most_at_once, waiting
-from paraplan.planner.joint.relaxations import Tangent, next_price
+from paraplan.planner.joint.bounding.cut_bounds import filled_s, shared_s
+from paraplan.planner.joint.bounding.in_flight import fullest, most_at_once, waiting
+from paraplan.planner.joint.bounding.relaxations import Tangent, next_price
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import BACKWARD
 

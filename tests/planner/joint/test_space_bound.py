@@ -16,11 +16,11 @@ from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint import relaxations
+from paraplan.planner.joint.bounding.in_flight import spread_of
+from paraplan.planner.joint.bounding.relaxations import Position
+from paraplan.planner.joint.bounding.space_bound import Least, SpaceBound
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.joint.in_flight import spread_of
-from paraplan.planner.joint.relaxations import Position
 from paraplan.planner.joint.search_joint import JointSearch
-from paraplan.planner.joint.space_bound import Least, SpaceBound
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import ended

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paraplan.planner.joint.bounding.space_bound import SpaceBound
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.pricing import Pricing
-from paraplan.planner.joint.space_bound import SpaceBound
 
 Cut = Sequence[tuple[int, int]]
 

@@ -40,10 +40,17 @@ from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.joint.bounding.cut_bounds import filled_s, shared_s
+from paraplan.planner.joint.bounding.in_flight import even_stages, fullest, most_at_once, spread_of, waiting
+from paraplan.planner.joint.bounding.relaxations import (
+    Activations,
+    Position,
+    Tangent,
+    kept_bytes,
+    next_price,
+    segments_s,
+)
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.cut_bounds import filled_s, shared_s
-from paraplan.planner.joint.in_flight import even_stages, fullest, most_at_once, spread_of, waiting
-from paraplan.planner.joint.relaxations import Activations, Position, Tangent, kept_bytes, next_price, segments_s
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.schedules.named import NAMED, named_orders

@@ -1,0 +1,1 @@
+"""What no combination is faster than: bounds over cuts, shardings and orders. The joint search alone comes in."""

@@ -1,0 +1,125 @@
+"""Pipelines drafted by another process while this one drafts another: what goes there, and what comes back.
+
+What passes is data: an estimate and prices without the job, which both sides have, and the plan of the first
+microbatches. Made whole it is here, as any draft is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn
+
+import msgspec
+
+from paraplan.ir.errors import NoPlanError, SolverLimitError
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.plan import Plan
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.drafting import Drafting
+from paraplan.planner.joint.estimate import Estimate
+from paraplan.planner.joint.pricing import Packed, Pricing
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
+from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.pipeline.pipeline_search import Slower, whole_of
+from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.recompute.class_memory import ClassMemory
+
+
+@dataclass(frozen=True)
+class PackedEstimate:
+    """An estimate that fits, without the job.
+
+    Attributes:
+        combination, step_s, bounds, taken, is_recut: as of `Estimate`.
+        prices: its own.
+        others: what else was priced for its combination.
+    """
+
+    combination: Combination
+    step_s: float
+    bounds: Bounds
+    taken: tuple[int, ...]
+    is_recut: bool
+    prices: Packed
+    others: tuple[Packed, ...] = ()
+
+    @staticmethod
+    def of(estimate: Estimate, pricing: Pricing) -> PackedEstimate:
+        """An estimate, of what was priced."""
+        others = tuple(Packed.of(each) for each in pricing.of(estimate.combination) if each is not estimate.prices)
+        own, at = Packed.of(estimate.prices), (estimate.bounds, estimate.taken, estimate.is_recut)
+        return PackedEstimate(estimate.combination, estimate.step_s, *at, own, others)
+
+    def estimate(self, pricing: Pricing) -> Estimate:
+        """It, with its job, its combination being priced as it was."""
+        part = pricing.position(self.combination)[0]
+        own, *others = (each.prices(part) for each in (self.prices, *self.others))
+        pricing.prices.setdefault(pricing.kind(self.combination), (own, *others))
+        return Estimate(self.combination, self.step_s, 0, self.bounds, own, self.taken, self.is_recut)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What came of an estimate.
+
+    Attributes:
+        why: nothing came of it: why; "" otherwise.
+        step_s: as of `Slower`, or of `Draft`.
+        sample, peak_bytes: of the draft; None where it was left.
+        is_whole: whether the sample is the plan.
+        estimate, pins: of which, and with which, the draft is.
+    """
+
+    why: str = ""
+    step_s: float = math.inf
+    sample: Plan | None = None
+    peak_bytes: int = 0
+    is_whole: bool = False
+    estimate: PackedEstimate | None = None
+    pins: Constraints | None = None
+
+
+def drafted_beside(pricing: Pricing, asked: PackedEstimate, within_s: float, reserves: bool) -> Drafted:
+    """An estimate's pipeline, of another process.
+
+    Args:
+        pricing: there.
+        asked: the estimate.
+        within_s, reserves: as of `Drafting`.
+    """
+    drafting = Drafting(pricing, Shardings(_unasked), reserves, [])
+    try:
+        found, estimate, pins = drafting.drafted_with(asked.estimate(pricing), within_s)
+    except NoPlanError as fault:
+        return Drafted(why=str(fault))
+    if isinstance(found, Slower):
+        return Drafted(step_s=found.step_s)
+    packed = PackedEstimate.of(estimate, pricing)
+    return Drafted("", found.step_s, found.sample, found.peak_bytes, found.plan is not None, packed, pins)
+
+
+def received(drafted: Drafted, drafting: Drafting) -> Draft | Slower:
+    """What another process drafted, with this one's job.
+
+    Raises:
+        SolverLimitError: nothing came of it.
+    """
+    if drafted.why:
+        raise SolverLimitError(drafted.why)
+    if drafted.sample is None or drafted.estimate is None or drafted.pins is None:
+        return Slower(drafted.step_s)
+    job, pricing = drafting.pricing.job, drafting.pricing
+    sample = msgspec.structs.replace(drafted.sample, program=job.program, cluster=job.cluster, profile=job.profile)
+    if drafted.is_whole:
+        return Draft.of(sample)
+    start = replace(drafting.start(drafted.estimate.estimate(pricing), math.inf), memory=ClassMemory(drafting.reserves))
+    whole = partial(whole_of, job, drafted.pins, drafting.shardings, start, sample)
+    return Draft(drafted.step_s, whole, sample, drafted.peak_bytes)
+
+
+def _unasked(job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None) -> NoReturn:
+    raise SolverLimitError(f"{constraints.as_data}: the sharding that was priced does not do")

@@ -1,0 +1,114 @@
+"""The most promising of a space's combinations, estimated: all by a closed form, the best with their orders.
+
+Orders of combinations are simulated by this process and those beside it, a batch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paraplan.ir.errors import ParaplanError
+from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.estimate import Estimate, Pricer
+from paraplan.planner.joint.pricing import Packed, Pricing
+from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
+from paraplan.planner.pipeline.stage_prices import StagePrices
+
+ESTIMATED, FEWEST = 40, 20
+"""Combinations whose orders are simulated: the best by a closed form; and how many in any case."""
+ESTIMATED_SHARE = 0.55
+"""Of the time limit, after which nothing else is estimated."""
+BATCH = 10
+"""Combinations handed out at once."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """An estimate without its prices.
+
+    Attributes:
+        step_s, over_bytes, bounds, taken, is_recut: as of `Estimate`.
+    """
+
+    step_s: float
+    over_bytes: int
+    bounds: Bounds
+    taken: tuple[int, ...]
+    is_recut: bool
+
+
+def estimates(
+    pricing: Pricing, listed: Sequence[Combination], best_s: float, faults: list[ParaplanError]
+) -> list[Estimate]:
+    """Of combinations, the most promising first.
+
+    Args:
+        pricing: of their positions.
+        listed: the combinations.
+        best_s: the shortest step known.
+        faults: added to: why some are not estimated.
+    """
+    pricing.price_all(listed, best_s)
+    quick: list[tuple[float, int, Combination, StagePrices]] = []
+    for number, combination in enumerate(listed):
+        known = [
+            (pricing.form.quick_s(combination, prices.totals, pricing.mesh_shape(combination, prices.shape)), prices)
+            for prices in pricing.of(combination)
+        ]
+        if known:  # where none fits, the leanest
+            least_s, prices = min(reversed(known), key=lambda each: each[0])
+            quick.append((least_s, number, combination, prices))
+    best = [each[2:] for each in sorted(quick, key=lambda each: each[:2])[:ESTIMATED]]
+    found: list[Estimate] = []
+    for first in range(0, len(best), BATCH):
+        if first >= FEWEST and pricing.deadline.passed_s > ESTIMATED_SHARE * pricing.deadline.limit_s:
+            break
+        found += _batch(pricing, best[first : first + BATCH], faults)
+    return sorted(found, key=lambda each: each.rank)
+
+
+def _batch(
+    pricing: Pricing, batch: Sequence[tuple[Combination, StagePrices]], faults: list[ParaplanError]
+) -> list[Estimate]:
+    tasks = []
+    for combination, prices in batch:
+        known = pricing.of(combination)
+        at = next(number for number, each in enumerate(known) if each is prices)
+        tasks.append((combination, at, tuple(map(Packed.of, known))))
+    if pricing.workers is None:
+        made = [numbers_of(pricing, *task) for task in tasks]
+    else:
+        made = pricing.workers.map(numbers_of, tasks, pricing)
+    found: list[Estimate] = []
+    for (combination, prices), numbers in zip(batch, made, strict=True):
+        if isinstance(numbers, str):
+            faults.append(ParaplanError(numbers))
+        elif numbers is not None:
+            step_s, over_bytes, bounds = numbers.step_s, numbers.over_bytes, numbers.bounds
+            found.append(Estimate(combination, step_s, over_bytes, bounds, prices, numbers.taken, numbers.is_recut))
+    return found
+
+
+def numbers_of(pricing: Pricing, combination: Combination, at: int, known: tuple[Packed, ...]) -> Numbers | str | None:
+    """What a combination comes to, of this process or another; None where its stages cannot be cut, and why where it
+    is not estimated.
+
+    Args:
+        pricing: of its positions.
+        combination: which.
+        at: the number of its prices.
+        known: all that were priced for it.
+    """
+    if not pricing.of(combination):
+        part = pricing.position(combination)[0]
+        pricing.prices[pricing.kind(combination)] = tuple(each.prices(part) for each in known)
+    prices = pricing.of(combination)[at]
+    pricer = Pricer(pricing.job.cluster, pricing.budget)
+    try:
+        found = pricer.estimate(combination, prices, pricing.mesh_shape(combination, prices.shape))
+    except ParaplanError as fault:  # of one candidate: others are estimated
+        return str(fault)
+    if found is None:
+        return None
+    return Numbers(found.step_s, found.over_bytes, found.bounds, found.taken, found.is_recut)
