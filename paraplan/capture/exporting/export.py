@@ -320,7 +320,7 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _refuse_regions(graph: fx.Graph) -> None:
-    """Python numbers made of tensors, sizes that depend on data, and branches.
+    """Python numbers made of tensors, sizes that depend on data, sparse tensors, and branches.
 
     Raises:
         CaptureError: there is one; names the line.
@@ -333,6 +333,8 @@ def _refuse_regions(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"{_line(node)}: {DATA_DEPENDENT} ({node.target} gives as many elements as its data say)"
             )
+        if any(x.layout is not torch.strided for x in _listed(made) if isinstance(x, Tensor)):
+            raise CaptureError(f"{_line(node)}: {node.target} makes a sparse tensor, which no plan has; keep it dense")
         if node.op == "call_function" and is_region(node.target):
             raise CaptureError(
                 f"{_line(node)}: {node.target} runs a branch or a loop of its own, which a program cannot hold; "

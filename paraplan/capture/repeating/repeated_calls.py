@@ -9,14 +9,14 @@ conditions see and do what they would without, and layers that differ in anythin
 Two calls are alike where all is equal that what is recorded depends on:
 
     function, arguments other than tensors (types included), which arguments are one tensor, dtype, shape, strides,
-    offset, device, requires_grad and dispatch keys of each tensor, grad mode, default dtype, and every frame of the
-    stack down to its instruction (the source lines that nodes keep).
+    offset, device, requires_grad and dispatch keys of each tensor, grad mode, default dtype, switches of kernels, and
+    every frame of the stack down to its instruction (the source lines that nodes keep).
 
 Limits: arguments are fake tensors that the trace under way knows, and none that it knows the value of. Nothing is kept
 of calls that record anything but ops of torch on their arguments (constants, parameters of their own, regions,
 switches of grad mode), that give back something else than tensors, or that other modes of the export answer by
-identity. Under autocast, transforms of `torch.func`, switched parameters, loops over time and modes of the user's, all
-calls are traced.
+identity. Under autocast, transforms of `torch.func`, forward-mode derivatives, switched parameters, loops over time and
+modes that a forward or its user enters, all calls are traced.
 """
 
 from __future__ import annotations
@@ -254,8 +254,7 @@ def _kept(
     if not ops:
         return None
     writes = any(isinstance(op.target, OpOverload) and op.target._schema.is_mutable for op in ops)
-    stand_ins = StandIns(tuple(_places(results)), len(tensors), writes)
-    return _Call(tuple(ops), results, tuple(renewed), stand_ins, codes)
+    return _Call(tuple(ops), results, tuple(renewed), StandIns(writes), codes)
 
 
 def _after(last: fx.Node) -> Iterator[fx.Node]:
@@ -291,28 +290,22 @@ class _Results(NamedTuple):
     parts: list[Any]
 
 
-def _places(results: Any) -> Iterator[int]:
-    """Where results are among the values of a call."""
-    if type(results) is _Results:
-        for part in results.parts:
-            yield from _places(part)
-    else:
-        yield results.index
-
-
 def _again(recording: Recording, call: _Call, tensors: list[Tensor], maker: Maker) -> Any:
     """Appends the nodes of an earlier call for other tensors; the results."""
 
-    def run() -> list[Any]:
-        values: list[Any] = list(tensors)
+    values: list[Any] = []
+
+    def run() -> None:
+        values[:] = tensors
         for op in call.ops:
             values.append(op.target(*_filled(op.args, values), **_filled(op.kwargs, values)))
-        return values
 
     nodes: list[Any] = [recording.node_of(x) for x in tensors]
-    for op in call.ops:
-        nodes.append(recording.append(op.target, _filled(op.args, nodes), _filled(op.kwargs, nodes), op.meta))
-    values = call.stand_ins.values(tensors, maker, run)
+    try:
+        call.stand_ins.make(maker, run)
+    finally:  # an op that torch refuses is none that was run
+        for op in call.ops[: len(values) - len(tensors)]:
+            nodes.append(recording.append(op.target, _filled(op.args, nodes), _filled(op.kwargs, nodes), op.meta))
     for index, place in call.renewed:
         recording.know(tensors[index], nodes[place])
     return _given(recording, call.results, values, nodes, len(tensors))
