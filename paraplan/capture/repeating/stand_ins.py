@@ -85,17 +85,17 @@ class StandIns:
         self._seen, self._real = False, writes
         self._events: list[_Event] = []
 
-    def make(self, maker: Maker, run: Run) -> None:
-        """Makes the values of a call.
+    def make(self, maker: Maker, run: Run) -> bool:
+        """Makes the values of a call; whether they are the first ones.
 
         Args:
             maker: of its tensors' mode.
             run: runs its ops, from the first one on.
         """
+        first, self._seen = not self._seen, True
         if self._real:
             run()
-        elif not self._seen:
-            self._seen = True
+        elif first:
             with _Watch() as watch:
                 run()
             self._events, self._real = watch.events or [], watch.events is None
@@ -106,6 +106,7 @@ class StandIns:
                 answers.end()
             except _Unlike:
                 run()
+        return first
 
 
 def _is_plain(x: object) -> bool:
