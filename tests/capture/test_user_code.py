@@ -249,6 +249,71 @@ def test_what_inference_mode_makes_has_no_gradient() -> None:
     as_eager(scaled)
 
 
+def test_a_gradient_that_is_written_to_a_detached_tensor_is_kept() -> None:
+    def detached(x: Tensor) -> Tensor:
+        y = torch.ones_like(x).mul(2).detach()
+        y[:, 1] = x[:, 0]
+        return y * x
+
+    def under_no_grad(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * 2
+        part = y[:, :4]
+        part[:, 1] = x[:, 0]
+        return y * x
+
+    def of_a_gradient(x: Tensor) -> Tensor:
+        y = (x * 2).detach()
+        y[:, 1] = x[:, 0]
+        with torch.no_grad():
+            z = x.sin().detach()
+            z.mul_(2)
+        return y * z + x
+
+    def read_else(x: Tensor) -> Tensor:
+        y = torch.ones_like(x).mul(2)
+        z = y.detach()
+        z[:, 1] = x[:, 0]
+        return x * y + z
+
+    def written_before(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[:, :4] = x[:, :4]
+        with torch.no_grad():
+            y.mul_(0.5)
+        return y
+
+    as_eager(detached)
+    as_eager(under_no_grad)
+    as_eager(of_a_gradient)
+    with pytest.raises(CaptureError, match=r"test_user_code.*detached tensor, whose memory is also read"):
+        capture(Written(read_else).double(), X, precision="fp64")
+    with pytest.raises(CaptureError, match=r"test_user_code.*writes in place, where autograd does not see it"):
+        capture(Written(written_before).double(), X, precision="fp64")
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
+def test_a_dropout_of_nothing_gives_back_its_argument(p: float, training: bool) -> None:
+    def dropped(x: Tensor) -> Tensor:
+        y = x * 2
+        z = nn.functional.dropout(y, p, training)
+        z += 1
+        return y * (2.0 if z is y else 1.0)
+
+    as_eager(dropped)
+
+
+def test_what_nobody_reads_before_a_region() -> None:
+    def unread(x: Tensor) -> Tensor:
+        y = x.sin()
+        y * 1.5
+        with torch.no_grad():
+            scale = y.abs().amax()
+        return y / scale
+
+    as_eager(unread)
+
+
 def test_a_write_that_torch_refuses_is_none() -> None:
     def halved(x: Tensor) -> Tensor:
         y = x + 1

@@ -3,10 +3,10 @@
 Whether it is being compiled or exported, forward is told as eager would tell it: no; torch's own modules and
 transformers', which then avoid what cannot be traced and compute the same, are told the truth.
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
-(`torch.tensor(0.1)`) are kept as they were written, for fp64. What gives back the very tensor it was given is no op
-either, nor is what torch refuses, where forward catches the error and goes on. `torch.inference_mode` is no_grad. Batch
-norm with momentum=None, a cumulative average, reads its counter as a Python number: here its running statistics move by
-1 / counter, a tensor. A function of `torch.jit` runs op by op.
+(`torch.tensor(0.1)`) are kept as they were written, for fp64. What gives back the very tensor it was given (a dropout
+of nothing, too) is no op either, nor is what torch refuses, where forward catches the error and goes on.
+`torch.inference_mode` is no_grad. Batch norm with momentum=None, a cumulative average, reads its counter as a Python
+number: here its running statistics move by 1 / counter, a tensor. A function of `torch.jit` runs op by op.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paraplan.ir.errors import CaptureError
 from paraplan.kernels.torch_private import BatchNorm, drop_refused, scripts_by_op, trace_as, traced_as, tree_leaves
 
 _DATA = torch.Tensor.data
+_DROPOUTS = frozenset({F.dropout, torch.dropout, torch.dropout_})
 _WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
 
 
@@ -39,6 +40,8 @@ class Followed(TorchFunctionMode):
         """Every other function as it is."""
         if getattr(func, "__self__", None) is _DATA:
             return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
+        if func in _DROPOUTS and _drops_nothing(*args, **(kwargs or {})):
+            return args[0] if args else (kwargs or {})["input"]
         made = _as_itself(func, args, kwargs or {})
         if func in _WRITTEN and isinstance(made, Tensor) and made.dtype == torch.get_default_dtype():
             leaves = tree_leaves(args[-1] if args else (kwargs or {}).get("data"))
@@ -53,6 +56,11 @@ class Followed(TorchFunctionMode):
             if shape == tuple(constant.shape) and torch.equal(written.to(constant.dtype), constant):
                 return written
         return constant
+
+
+def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, *rest: object, **named: object) -> bool:
+    """Whether a dropout gives back its very argument, which a later write in place shows; a trace would copy it."""
+    return (p == 0 or not named.get("train", training)) and 0 <= p <= 1
 
 
 def _as_itself(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
