@@ -31,6 +31,7 @@ from torch._export import utils as _export_utils
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import exported_program as _exported_program
 from torch.fx import Graph, GraphModule, Node, Proxy
@@ -47,7 +48,7 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 from paraplan.ir.process.memo import SESSION
 
@@ -62,6 +63,7 @@ __all__ = [
     "below_modes",
     "call_within",
     "composites_known",
+    "drop_refused",
     "fake_mode",
     "functions_applied_by",
     "global_hook",
@@ -83,6 +85,7 @@ __all__ = [
     "traced_as",
     "tree_leaves",
     "tree_map_only",
+    "tree_structure",
 ]
 
 trace_ops = make_fx
@@ -194,7 +197,7 @@ class Recording:
     """The trace under way, and appending to it without tracing."""
 
     def __init__(self, tracer: Any) -> None:
-        self.tracer = tracer
+        self.tracer, self._modes = tracer, _len_torch_dispatch_stack()
 
     @classmethod
     def of_library_modes(cls) -> Recording | None:
@@ -206,20 +209,20 @@ class Recording:
         return cls(mode.tracer) if mode is not None and ours else None
 
     def is_current(self) -> bool:
-        """Whether what is called now is recorded by this trace."""
+        """Whether what is called now is recorded by this trace, no mode that was entered since having a say."""
         mode = get_proxy_mode()
-        return mode is not None and mode.tracer is self.tracer
+        return mode is not None and mode.tracer is self.tracer and _len_torch_dispatch_stack() == self._modes
 
     def last(self) -> Node:
         """The node recorded last."""
         return next(iter(reversed(self.tracer.graph.nodes)))
 
     def node_of(self, x: Tensor) -> Node | None:
-        """What a tensor is recorded as; None where it is not, where its value is known, or a size of it is not."""
+        """What a tensor is recorded as; None where it is not, is not dense, its value is known, or a size is not."""
         known = get_proxy_slot(x, self.tracer, None)
         if known is None or known.constant is not None or getattr(x, "constant", None) is not None:
             return None
-        if x._has_symbolic_sizes_strides:
+        if x.layout is not torch.strided or x._has_symbolic_sizes_strides:
             return None
         node = known.proxy.node
         return node if isinstance(node, Node) else None
@@ -258,17 +261,36 @@ class Recording:
             yield
 
 
+def drop_refused() -> None:
+    """Takes back what the trace under way recorded last, where torch refused to run it: an op without a result."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    for node in reversed(mode.tracer.graph.nodes):
+        if node.op != "call_function" or "val" in node.meta:
+            return
+        if isinstance(node.target, OpOverload) and not node.users:
+            mode.tracer.graph.erase_node(node)
+
+
 def recording_state() -> object:
-    """What of the state of the process has a say in what is recorded; None under autocast or a transform of
-    `torch.func`."""
+    """What of the state of the process has a say in what is recorded; None under autocast, a transform of `torch.func`
+    or forward-mode derivatives."""
     if peek_interpreter_stack() is not None or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return None
+    if forward_ad._current_level >= 0:
         return None
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
-        (_len_torch_dispatch_stack()),
+        *(flag() for flag in _FLAGS),
     )
+
+
+_KERNELS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "mkldnn", "cudnn")
+_FLAGS = [torch.are_deterministic_algorithms_enabled, *(getattr(torch._C, f"_get_{each}_enabled") for each in _KERNELS)]
+"""Switches that kernels are chosen by, and the strides of their results with them."""
 
 
 COMPILED = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraplan.capture import capture
 from paraplan.capture.reference import run_step
@@ -95,6 +98,233 @@ class Noisy(torch.autograd.Function):
 def test_functions_of_autograd_keep_their_backward() -> None:
     as_eager(lambda x: Reversed.apply(x, 0.5) + Reversed.apply(x.sin(), 2.0))
     as_eager(lambda x: torch.cat(Fired.apply(x, x.mean(0)), -1)[:, 4:12])
+
+
+class Factor:
+    """A number that no text of the object shows."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "Factor()"
+
+
+class Side(enum.Enum):
+    LEFT = 2.0
+    RIGHT = 3.0
+
+    def __repr__(self) -> str:
+        return "a side"
+
+
+class Scaled(torch.autograd.Function):
+    """Times the number of an object, with a slope made up."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: Any) -> Tensor:
+        ctx.factor = factor.value
+        return x * factor.value
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return 2 * ctx.factor * grad, None
+
+
+def _scaled_by(value: float) -> type[torch.autograd.Function]:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x * value
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:
+            return 2 * value * grad
+
+    return Own
+
+
+class Layers(nn.Module):
+    """Equal layers, each with a function of its own after it."""
+
+    def __init__(self, after: Callable[[int, nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.after = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), after
+        for index, layer in enumerate(self.layers):
+            layer.value = 1.0 + index
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = self.after(index, layer, torch.tanh(layer(x)))
+        return x.pow(2).mean()
+
+
+OF_LAYERS: dict[str, Callable[[int, nn.Module, Tensor], Tensor]] = {
+    "object": lambda index, layer, x: Scaled.apply(x, Factor(1.0 + index)),
+    "module": lambda index, layer, x: Scaled.apply(x, layer),
+    "enum": lambda index, layer, x: Scaled.apply(x, Side.LEFT if index % 2 else Side.RIGHT),
+    "class": lambda index, layer, x: _scaled_by(1.0 + index).apply(x),
+}
+
+
+@pytest.mark.parametrize("kind", OF_LAYERS)
+def test_functions_of_equal_text_that_compute_something_else(kind: str) -> None:
+    model = Layers(OF_LAYERS[kind]).double()
+    loss, grads = run(capture(model, X, precision="fp64"), model, X)
+    wanted_loss, wanted = eager(model, X, "fp64", None)
+    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-12)
+    assert worst_error(grads, wanted) <= 1e-12
+
+
+def test_equal_functions_of_equal_layers_are_one_kind() -> None:
+    equal = capture(Layers(lambda index, layer, x: Reversed.apply(x, 0.5)).double(), X, precision="fp64")
+    differing = capture(Layers(lambda index, layer, x: Reversed.apply(x, 0.5 + index)).double(), X, precision="fp64")
+    assert len(equal.kinds) < len(differing.kinds)
+
+
+SCALE = Factor(1.0)
+
+
+def test_functions_whose_numbers_change_in_a_forward_are_refused() -> None:
+    def of_a_global(index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        SCALE.value = 1.0 + index
+        return Scaled.apply(x, SCALE)
+
+    factor = Factor(1.0)
+
+    def of_a_variable(index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        made = Scaled.apply(x, factor)
+        factor.value *= 1.5
+        return made
+
+    for after in (of_a_global, of_a_variable):
+        with pytest.raises(CaptureError, match=r"Scaled\.apply is called, and what it reads of Python .* is changed"):
+            capture(Layers(after).double(), X, precision="fp64")
+
+
+def test_tensors_that_a_function_is_not_given_are_refused() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return Scaled.apply(x, Factor(torch.tensor(2.0)))
+
+    with pytest.raises(CaptureError, match="a function of autograd reads a tensor that is none of its arguments"):
+        capture(Written(scaled).double(), X, precision="fp64")
+
+
+class Doubling(TorchDispatchMode):
+    """Makes something else of an op than a graph has."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 2 if func is torch.ops.aten.sin.default else made
+
+
+def test_what_changes_ops_or_saved_tensors_unseen_is_refused() -> None:
+    def dispatched(x: Tensor) -> Tensor:
+        with Doubling():
+            return x.sin()
+
+    def packed(x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda saved: saved.float(), lambda saved: saved.double()):
+            return x.sin()
+
+    def on_host(x: Tensor) -> Tensor:
+        with save_on_cpu():
+            return x.sin()
+
+    for between, said in ((dispatched, "Doubling, a TorchDispatchMode"), (packed, "saved_tensors_hooks")):
+        with pytest.raises(CaptureError, match=f"test_user_code.*the forward enters {said}"):
+            capture(Written(between).double(), X, precision="fp64")
+    as_eager(on_host)
+
+
+def test_what_inference_mode_makes_has_no_gradient() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = x.exp()
+            with torch.inference_mode(False):
+                grown = x.cos()
+        return x * scale.clone() + grown
+
+    as_eager(scaled)
+
+
+def test_a_gradient_that_is_written_to_a_detached_tensor_is_kept() -> None:
+    def detached(x: Tensor) -> Tensor:
+        y = torch.ones_like(x).mul(2).detach()
+        y[:, 1] = x[:, 0]
+        return y * x
+
+    def under_no_grad(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * 2
+        part = y[:, :4]
+        part[:, 1] = x[:, 0]
+        return y * x
+
+    def of_a_gradient(x: Tensor) -> Tensor:
+        y = (x * 2).detach()
+        y[:, 1] = x[:, 0]
+        with torch.no_grad():
+            z = x.sin().detach()
+            z.mul_(2)
+        return y * z + x
+
+    def read_else(x: Tensor) -> Tensor:
+        y = torch.ones_like(x).mul(2)
+        z = y.detach()
+        z[:, 1] = x[:, 0]
+        return x * y + z
+
+    def written_before(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[:, :4] = x[:, :4]
+        with torch.no_grad():
+            y.mul_(0.5)
+        return y
+
+    as_eager(detached)
+    as_eager(under_no_grad)
+    as_eager(of_a_gradient)
+    with pytest.raises(CaptureError, match=r"test_user_code.*detached tensor, whose memory is also read"):
+        capture(Written(read_else).double(), X, precision="fp64")
+    with pytest.raises(CaptureError, match=r"test_user_code.*writes in place, where autograd does not see it"):
+        capture(Written(written_before).double(), X, precision="fp64")
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
+def test_a_dropout_of_nothing_gives_back_its_argument(p: float, training: bool) -> None:
+    def dropped(x: Tensor) -> Tensor:
+        y = x * 2
+        z = nn.functional.dropout(y, p, training)
+        z += 1
+        return y * (2.0 if z is y else 1.0)
+
+    as_eager(dropped)
+
+
+def test_what_nobody_reads_before_a_region() -> None:
+    def unread(x: Tensor) -> Tensor:
+        y = x.sin()
+        y * 1.5
+        with torch.no_grad():
+            scale = y.abs().amax()
+        return y / scale
+
+    as_eager(unread)
+
+
+def test_a_write_that_torch_refuses_is_none() -> None:
+    def halved(x: Tensor) -> Tensor:
+        y = x + 1
+        for part in (y[:, :4], y.chunk(2, 1)[0], y[:, 4:]):
+            try:
+                part.mul_(0.5)  # a view of several is not to be written
+            except RuntimeError:
+                y = y * 3
+        return y
+
+    as_eager(halved)
 
 
 def test_gradients_nobody_would_see_are_refused() -> None:

@@ -9,7 +9,7 @@ from torch import fx
 from paraplan.capture.convert import OpCollector, finish, write_constant
 from paraplan.capture.cutting.segments import ForwardGraph, Piece
 from paraplan.capture.exporting.user_functions import has_own_backward
-from paraplan.capture.joint_graph import line_of_node, trace_forward, trace_joint
+from paraplan.capture.joint_graph import LABEL, line_of_node, trace_forward, trace_joint
 from paraplan.capture.rewriting.complex_forms import COMPLEX_FORMS
 from paraplan.capture.rewriting.index_forms import INDEX_FORMS
 from paraplan.capture.rewriting.joined_grads import join_slices
@@ -18,6 +18,7 @@ from paraplan.capture.rewriting.normal_forms import FORMS
 from paraplan.capture.rewriting.own_storage import own_results
 from paraplan.capture.rewriting.vision_forms import VISION_FORMS
 from paraplan.capture.source_lines import line_of_stack
+from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.graph import Graph
 from paraplan.ir.model.program import Denominator, Output, SegmentKind
 from paraplan.kernels.torch_private import FakeTensorMode
@@ -118,10 +119,21 @@ def _write_constants(writer: OpCollector, places: Iterator[fx.Node], forward: Fo
 
 
 def write_body(writer: OpCollector, graph: fx.Graph) -> Iterator[object]:
-    """Writes all calls; yields the results."""
+    """Writes all calls; yields the results.
+
+    Raises:
+        CaptureError: a call reads a tensor from elsewhere.
+    """
+    source = ""
     for node in graph.nodes:
+        source = node.meta.get(LABEL, ("", source))[1]
         if node.op == "call_function":
             writer.visit(node)
+        elif node.op == "get_attr" and node.users:
+            raise CaptureError(
+                f"{source or 'forward'}: a function of autograd reads a tensor that is none of its arguments (made of "
+                "numbers, or held by an object); pass it to apply, or compute with the number"
+            )
     results: Sequence[object] = graph.output_node().args[0]  # type: ignore[assignment]
     return iter(results)
 

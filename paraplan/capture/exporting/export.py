@@ -16,14 +16,14 @@ from paraplan.capture.cutting.outputs import LossChoice, choose_losses, named_te
 from paraplan.capture.exporting.decided import Decided
 from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
-from paraplan.capture.exporting.functional import functional, keep_no_grad
+from paraplan.capture.exporting.functional import functional, keep_no_grad, relink
 from paraplan.capture.exporting.hf import eager_masks, old_mixture
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.precision import brought_by, default_dtype
 from paraplan.capture.python_state.aliases import Aliases
 from paraplan.capture.python_state.left_state import assignments_written
-from paraplan.capture.python_state.model_writes import explicit, refuse_hidden_writes, refuse_lost_writes
+from paraplan.capture.python_state.model_writes import explicit, keep_written, refuse_hidden_writes
 from paraplan.capture.python_state.reading import Reading
 from paraplan.capture.recurrences.followed_loops import loops_followed
 from paraplan.capture.recurrences.layers import recurrent_layers
@@ -190,7 +190,8 @@ def export_loss(
         try:
             with no_outside_numbers(), reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
-            refuse_lost_writes(program)
+            relink(program.graph_module)
+            keep_written(program)
             keep_no_grad(program.graph_module)
             with composites_known():
                 program = functional(program) or program.run_decompositions({**recurrent_layers(), **explicit()})
@@ -320,7 +321,7 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _refuse_regions(graph: fx.Graph) -> None:
-    """Python numbers made of tensors, sizes that depend on data, and branches.
+    """Python numbers made of tensors, sizes that depend on data, sparse tensors, and branches.
 
     Raises:
         CaptureError: there is one; names the line.
@@ -333,6 +334,8 @@ def _refuse_regions(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"{_line(node)}: {DATA_DEPENDENT} ({node.target} gives as many elements as its data say)"
             )
+        if any(x.layout is not torch.strided for x in _listed(made) if isinstance(x, Tensor)):
+            raise CaptureError(f"{_line(node)}: {node.target} makes a sparse tensor, which no plan has; keep it dense")
         if node.op == "call_function" and is_region(node.target):
             raise CaptureError(
                 f"{_line(node)}: {node.target} runs a branch or a loop of its own, which a program cannot hold; "

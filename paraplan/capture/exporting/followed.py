@@ -3,9 +3,10 @@
 Whether it is being compiled or exported, forward is told as eager would tell it: no; torch's own modules and
 transformers', which then avoid what cannot be traced and compute the same, are told the truth.
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
-(`torch.tensor(0.1)`) are kept as they were written, for fp64. What gives back the very tensor it was given is no op
-either. Batch norm with momentum=None, a cumulative average, reads its counter as a Python number: here its running
-statistics move by 1 / counter, a tensor. A function of `torch.jit` runs op by op.
+(`torch.tensor(0.1)`) are kept as they were written, for fp64. What gives back the very tensor it was given (a dropout
+of nothing, too) is no op either, nor is what torch refuses, where forward catches the error and goes on.
+`torch.inference_mode` is no_grad. Batch norm with momentum=None, a cumulative average, reads its counter as a Python
+number: here its running statistics move by 1 / counter, a tensor. A function of `torch.jit` runs op by op.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import BatchNorm, scripts_by_op, trace_as, traced_as, tree_leaves
+from paraplan.kernels.torch_private import BatchNorm, drop_refused, scripts_by_op, trace_as, traced_as, tree_leaves
 
 _DATA = torch.Tensor.data
+_DROPOUTS = frozenset({F.dropout, torch.dropout, torch.dropout_})
 _WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
 
 
@@ -38,6 +40,8 @@ class Followed(TorchFunctionMode):
         """Every other function as it is."""
         if getattr(func, "__self__", None) is _DATA:
             return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
+        if func in _DROPOUTS and _drops_nothing(*args, **(kwargs or {})):
+            return args[0] if args else (kwargs or {})["input"]
         made = _as_itself(func, args, kwargs or {})
         if func in _WRITTEN and isinstance(made, Tensor) and made.dtype == torch.get_default_dtype():
             leaves = tree_leaves(args[-1] if args else (kwargs or {}).get("data"))
@@ -54,13 +58,22 @@ class Followed(TorchFunctionMode):
         return constant
 
 
+def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, *rest: object, **named: object) -> bool:
+    """Whether a dropout gives back its very argument, which a later write in place shows; a trace would copy it."""
+    return (p == 0 or not named.get("train", training)) and 0 <= p <= 1
+
+
 def _as_itself(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A call. Where it gives back the very tensor it was given (`x.to(x.dtype)`, `x.flatten(1)` of a matrix), that goes
     on being what it was: a trace would take every later reading of it for the call's result, and one made under no_grad
     for a constant."""
     leaves = (*args, *kwargs.values())
     before = [(x, x._version, traced_as(x)) for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-    made = func(*args, **kwargs)
+    try:
+        made = func(*args, **kwargs)
+    except Exception:
+        drop_refused()
+        raise
     for x, version, node in before:
         if made is x and x._version == version and node is not None:
             trace_as(x, node)
@@ -89,6 +102,15 @@ def _cumulative(self: BatchNorm, x: Tensor) -> Tensor:
         mean.add_((x.mean(dims) - mean) * share)
         var.add_((x.var(dims, correction=1) - var) * share)
     return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+def _enter(self: torch.inference_mode) -> None:
+    """`inference_mode.__enter__`, which no graph has, as no_grad."""
+    self._inference_mode_context = torch.set_grad_enabled(not self.mode)
+
+
+def _leave(self: torch.inference_mode, *fault: object) -> None:
+    self._inference_mode_context.__exit__(*fault)
 
 
 def _no_gradients(*args: object, **kwargs: object) -> None:
@@ -129,6 +151,7 @@ def followed_modules() -> Iterator[None]:
     """Within it, batch norms of momentum=None and functions of torch.jit are followed, and torch.distributions asserts
     nothing of values."""
     original, derived = BatchNorm.forward, torch.autograd.grad
+    entered, left = torch.inference_mode.__enter__, torch.inference_mode.__exit__
     distribution: Any = getattr(sys.modules.get("torch.distributions"), "Distribution", None)
     validates = getattr(distribution, "_validate_args", False)
 
@@ -138,6 +161,7 @@ def followed_modules() -> Iterator[None]:
 
     BatchNorm.forward = forward  # type: ignore[method-assign]
     torch.autograd.grad = _no_gradients
+    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = _enter, _leave  # type: ignore[method-assign]
     if distribution is not None:
         distribution.set_default_validate_args(False)
     try:
@@ -146,5 +170,6 @@ def followed_modules() -> Iterator[None]:
     finally:
         if distribution is not None:
             distribution.set_default_validate_args(validates)
+        torch.inference_mode.__enter__, torch.inference_mode.__exit__ = entered, left  # type: ignore[method-assign]
         BatchNorm.forward = original  # type: ignore[method-assign]
         torch.autograd.grad = derived

@@ -73,6 +73,16 @@ def functional(program: ExportedProgram) -> ExportedProgram | None:
     return program
 
 
+def relink(module: fx.GraphModule) -> None:
+    """Has all nodes listed as users of what they read: export leaves out those that nobody reads before a region."""
+    for node in module.graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            relink(child)
+
+
 def keep_no_grad(module: fx.GraphModule) -> None:
     """Detaches what no_grad regions return: inlining them would silently give it a gradient.
 

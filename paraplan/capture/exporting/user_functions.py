@@ -5,8 +5,13 @@ estimator or a surrogate slope would silently become the derivative of the forwa
 as one op (`paraplan::user_function`, with a number that says which function and which plain arguments), and once the
 graph is there that op becomes a call of the function itself. The joint trace then runs its forward and its backward,
 and what is recorded are the ops inside of them. Of torch's reentrant checkpoint the function that it runs is recorded.
-Hooks on gradients are lost in the same way and have no place in a graph: they are refused, as are numbers
-drawn from the generators of Python and numpy, which would be the same in every step.
+Hooks on gradients and on what is saved for backward, and modes that answer dispatched ops are lost in the same way and
+have no place in a graph: they are refused, as are numbers drawn from the generators of Python and numpy, which would be
+the same in every step.
+
+A function runs when the graph is there, and not when it is called. What it reads of its plain arguments, of globals and
+of variables around it must be then what it was; where that has changed the model is refused. Calls are one op where
+their plain arguments are equal numbers, text and the like, or the same objects with the same content.
 """
 
 from __future__ import annotations
@@ -21,22 +26,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from paraplan.capture.canonical.canonical import define
+from paraplan.capture.python_state.code import Reached
+from paraplan.capture.python_state.contents import content_digest
+from paraplan.capture.python_state.setting_paths import outside_value
+from paraplan.capture.python_state.values import is_plain
 from paraplan.ir.errors import CaptureError
 from paraplan.kernels.torch_private import (
     OpOverload,
+    TorchDispatchMode,
     functions_applied_by,
     global_hook,
     is_fake,
     run_function,
     tree_leaves,
     tree_map_only,
+    tree_structure,
 )
 
 _HOOKED = "write what the hook does to the gradient as a torch.autograd.Function; a hook is no part of a captured graph"
+
+_ENTERED = (TorchDispatchMode, saved_tensors_hooks)
 
 _REGISTERS = ("register_hook", "register_post_accumulate_grad_hook")
 
@@ -51,17 +65,35 @@ class _Place:
         return f"%{self.index}"
 
 
+_Given = tuple[tuple[object, ...], dict[str, object]]
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, _Place) and isinstance(other, _Place):
+        return one.index == other.index
+    equal = type(one) is type(other) and is_plain(one) and one == other and repr(one) == repr(other)
+    return one is other or equal
+
+
 class UserFunction:
     """A user's function with its plain arguments: a call target of the forward graph.
 
     Args:
         cls: the class.
         given: positional and keyword arguments of `apply`, tensors replaced by their places.
+        number: of the function in its export.
+        read: digest of what the call reads of Python.
     """
 
-    def __init__(self, cls: type[Function], given: tuple[tuple[object, ...], dict[str, object]]) -> None:
-        self.cls, self.given = cls, given
-        self.__name__ = f"{cls.__module__}.{cls.__qualname__}{given!r}"  # equal calls make equal segments
+    def __init__(self, cls: type[Function], given: _Given, number: int, read: str) -> None:
+        self.cls, self.given, self.read = cls, given, read
+        self.__name__ = f"{cls.__module__}.{cls.__qualname__} {read} {number}"  # equal calls make equal segments
+
+    def is_call(self, cls: type[Function], given: _Given, read: str) -> bool:
+        """Whether another call computes the same of its tensors."""
+        mine, theirs = tree_leaves(self.given), tree_leaves(given)
+        same = self.cls is cls and self.read == read and tree_structure(self.given) == tree_structure(given)
+        return same and all(map(_is_same, mine, theirs))
 
     def results(self, tensors: list[Tensor]) -> object:
         """What the function returns, differentiable by its own backward."""
@@ -94,6 +126,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self._functions: list[UserFunction] = []
+        self._reached: dict[type[Function], Reached] = {}
         self._single: dict[int, bool] = {}
         self._inside = False
 
@@ -108,12 +141,14 @@ class Recorded:
             tensors.append(x)
             return _Place(len(tensors) - 1)
 
-        function = UserFunction(cls, tree_map_only(Tensor, place, (args, kwargs)))
+        given = tree_map_only(Tensor, place, (args, kwargs))
         if self._inside or not tensors:
             return run_function(cls, *args, **kwargs)
-        same = [n for n, f in enumerate(self._functions) if f.cls is cls and f.__name__ == function.__name__]
-        number = same[0] if same else len(self._functions)
-        self._functions += [] if same else [function]
+        read = self._read(cls, given)
+        count = len(self._functions)
+        number = next((n for n, each in enumerate(self._functions) if each.is_call(cls, given, read)), count)
+        if number == count:
+            self._functions.append(UserFunction(cls, given, number, read))
         made = torch.ops.paraplan.user_function(tensors, number)
         return made[0] if self._single[number] else tuple(made)
 
@@ -128,8 +163,26 @@ class Recorded:
             self._inside = False
         return [x.clone() for x in made]
 
+    def _read(self, cls: type[Function], given: _Given) -> str:
+        """Digest of what a function reads of Python now."""
+        if cls not in self._reached:
+            self._reached[cls] = Reached([cls])
+        around = self._reached[cls].outside.values()
+        return content_digest([given, [outside_value(each) for each in around]])
+
     def restore(self, graph: fx.Graph) -> None:
-        """Calls of the functions themselves in place of the op."""
+        """Calls of the functions themselves in place of the op.
+
+        Raises:
+            CaptureError: what one of them reads of Python is no longer what it was when it was called.
+        """
+        for each in self._functions:
+            if self._read(each.cls, each.given) != each.read:
+                raise CaptureError(
+                    f"{each.cls.__qualname__}.apply is called, and what it reads of Python (plain arguments, globals, "
+                    "variables around it) is changed in the same forward; give apply numbers, or an object that stays "
+                    "as it is"
+                )
         for node in graph.nodes:
             if node.target is torch.ops.paraplan.user_function.default:
                 node.target, node.args = self._functions[node.args[1]], (node.args[0],)
@@ -163,16 +216,45 @@ def recorded_functions() -> Iterator[Recorded]:
 
         return hook
 
+    def entering(enter: Callable[..., object]) -> Callable[..., object]:
+        def entered(self: Any) -> object:
+            _refuse_entered(self)
+            return enter(self)
+
+        return entered
+
     token, registers = _RECORDING.set(recorded), {name: getattr(Tensor, name) for name in _REGISTERS}
+    enters = [(kind, kind.__enter__) for kind in _ENTERED]
     for name in _REGISTERS:
         setattr(Tensor, name, refused(name))
+    for kind, enter in enters:
+        kind.__enter__ = entering(enter)  # type: ignore[method-assign]
     try:
         with functions_applied_by(apply):
             yield recorded
     finally:
         for name, register in registers.items():
             setattr(Tensor, name, register)
+        for kind, enter in enters:
+            kind.__enter__ = enter  # type: ignore[method-assign]
         _RECORDING.reset(token)
+
+
+def _refuse_entered(what: Any) -> None:
+    """Modes and hooks of the user's; torch's own change no number (its checkpoints, `save_on_cpu`)."""
+    asked = what if isinstance(what, TorchDispatchMode) else what.pack_hook
+    owner = type(asked) if isinstance(what, TorchDispatchMode) else getattr(asked, "__func__", asked)
+    if str(getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "paraplan"):
+        return
+    if isinstance(what, TorchDispatchMode):
+        raise RuntimeError(
+            f"the forward enters {owner.__qualname__}, a TorchDispatchMode, whose answers are no part of a captured "
+            "graph; compute what it does in forward, or leave it out while planning"
+        )
+    raise RuntimeError(
+        "the forward enters saved_tensors_hooks, and what they make of saved tensors is no part of a captured graph; "
+        "leave them out: where activations are kept, and whether, is chosen by the plan"
+    )
 
 
 @contextmanager

@@ -63,11 +63,20 @@ def _function(value: Any, within: tuple[int, ...]) -> str:
     return f"{value.__qualname__} {bytecode_text(value)} {_content(held, within)}"
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    """An object's own, past the recorder of what a forward reads."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _held(value: Any) -> dict[str, Any]:
     """An object's attributes; of a module those of forward alone, not what torch keeps in it."""
     slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
     held = {name: getattr(value, name) for name in slots if not name.startswith("__")}
-    held |= getattr(value, "__dict__", {})
+    held |= _attributes(value)
     if not isinstance(value, nn.Module):
         return held
     own = vars(nn.Module())

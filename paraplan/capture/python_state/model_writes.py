@@ -10,8 +10,9 @@ and on fake tensors otherwise, and refused where the copy changed.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -70,13 +71,17 @@ def explicit() -> dict[OpOverload, Callable[..., object]]:
     return {aten.instance_norm.default: _instance_norm, aten.native_batch_norm.default: _native_batch_norm}
 
 
-def refuse_lost_writes(program: ExportedProgram) -> None:
-    """Looks for writes to values that a gradient flows through, where autograd would not see them.
+def keep_written(program: ExportedProgram) -> None:
+    """Looks for writes whose gradient an export would lose.
+
+    A value that goes to what was detached (or made under no_grad) keeps its gradient: what is written is then a copy,
+    if nothing else reads the memory after. (Making a write explicit else detaches what was written, too.)
 
     Args:
-        program: as exported, in-place ops and no_grad regions in it.
+        program: as exported, in-place ops and no_grad regions in it; copies are made in it.
     Raises:
-        CaptureError: there is one; names the line.
+        CaptureError: there is a write to a value that a gradient flows through, where autograd would not see it, or
+            one whose gradient no copy keeps; names the line.
     """
     trained = {
         spec.arg.name
@@ -92,10 +97,55 @@ def _requires_grad(program: ExportedProgram, target: str) -> bool:
     return isinstance(param, Tensor) and param.requires_grad
 
 
-def _look(module: fx.GraphModule, carries: dict[fx.Node, bool], given: set[fx.Node], grad: bool) -> dict[fx.Node, bool]:
-    """Whether a gradient flows through each value of a graph; `given` are inputs of the whole, whose writes are told
-    of otherwise."""
-    root: dict[fx.Node, tuple[fx.Node, bool]] = {}  # what an alias is of, and whether it is detached from it
+class _Memory(NamedTuple):
+    """What a value is an alias of, and the last that detached it from that."""
+
+    base: fx.Node
+    fence: fx.Node | None = None
+
+
+class _Aliases:
+    """What the values of a graph are aliases of, as far as it has been looked at."""
+
+    def __init__(self) -> None:
+        self._of: dict[fx.Node, _Memory] = {}
+        self.apart: dict[fx.Node, None] = {}
+
+    def of(self, x: fx.Node) -> _Memory:
+        """A value's; what was set apart is the base of its aliases."""
+        found = self._of.get(x, _Memory(x))
+        return _Memory(found.fence) if found.fence in self.apart else found  # type: ignore[arg-type]
+
+    def add(self, node: fx.Node, source: fx.Node) -> None:
+        """An alias of another value."""
+        self._of[node] = self.of(source)
+
+    def fence(self, node: fx.Node, source: fx.Node) -> None:
+        """A detached alias."""
+        self._of[node] = _Memory(self.of(source).base, node)
+
+    def is_read_else(self, fence: fx.Node, at: fx.Node) -> bool:
+        """Whether memory is read after a node, other than through a detached alias."""
+        base = self._of[fence].base
+        others = {node for node, memory in self._of.items() if memory.base is base and memory.fence is not fence}
+        later = False
+        for node in at.graph.nodes:
+            if later and not {base, *others}.isdisjoint(node.all_input_nodes):
+                return True
+            later = later or node is at
+        return False
+
+
+def _look(module: fx.GraphModule, carries: dict[fx.Node, bool], given: set[fx.Node], grad: bool) -> None:
+    """Finds the writes of a graph; `carries` says through which of its inputs a gradient flows, `given` are inputs of
+    the whole, whose writes are told of otherwise."""
+    aliases = _Aliases()
+    own: set[fx.Node] = set()  # results of no_grad regions that share memory with nothing
+
+    def flows(x: fx.Node) -> bool:
+        memory = aliases.of(x)
+        return carries.get(x, False) or (memory.fence is None and carries.get(memory.base, False))
+
     for node in module.graph.nodes:
         if node.op != "call_function":
             carries.setdefault(node, False)
@@ -103,23 +153,68 @@ def _look(module: fx.GraphModule, carries: dict[fx.Node, bool], given: set[fx.No
         if node.target is _UNDER_NO_GRAD:
             inner = getattr(module, node.args[1].target)
             places = [each for each in inner.graph.nodes if each.op == "placeholder"]
-            outer = [root.get(arg, (arg, False))[0] for arg in node.args[2:]]
-            theirs = {place: carries.get(arg, False) for place, arg in zip(places, outer, strict=True)}
+            outer = [aliases.of(arg).base for arg in node.args[2:]]
+            theirs = {place: flows(arg) for place, arg in zip(places, outer, strict=True)}
             here = {place for place, arg in zip(places, outer, strict=True) if arg in given}
             _look(inner, theirs, here, bool(node.args[0]))
-            carries[node] = bool(node.args[0]) and any(carries.get(arg, False) for arg in node.all_input_nodes)
+            carries[node] = bool(node.args[0]) and any(map(flows, node.all_input_nodes))
+            own |= set() if node.args[0] else set(_own_results(node, inner))
             continue
         for written in _written(node):
-            base, detached = root.get(written, (written, False))
-            if base not in given and carries.get(base, False) and (detached or not grad):
+            base, fence = aliases.of(written)
+            brings = grad and any(flows(x) for x in node.all_input_nodes if x is not written)
+            hidden = base not in given and carries.get(base, False) and (fence is not None or not grad)
+            if fence is not None and (hidden or brings) and base not in given and not aliases.is_read_else(fence, node):
+                aliases.apart[fence] = None
+            elif hidden:
                 _refuse(node)
+            elif brings and fence is not None:
+                _refuse_brought(node)
+            elif brings and base in own:
+                aliases.apart[base] = None
+            if brings:
+                carries[aliases.of(written).base] = True
         source = _aliased(node)
-        if source is not None:
-            base, detached = root.get(source, (source, False))
-            root[node] = base, detached or node.target is aten.detach.default
-        stops = not grad or node.target is aten.detach.default
-        carries[node] = not stops and _is_float(node) and any(carries.get(x, False) for x in node.all_input_nodes)
-    return carries
+        if node.target is aten.detach.default:
+            aliases.fence(node, node.args[0])
+        elif source is not None:
+            aliases.add(node, source)
+        stops = not grad or node.target is aten.detach.default or _is_made_like(node)
+        carries[node] = not stops and _is_float(node) and any(map(flows, node.all_input_nodes))
+    for node in aliases.apart:
+        _copy(node)
+    if aliases.apart:
+        module.recompile()
+
+
+def _own_results(call: fx.Node, inner: fx.GraphModule) -> Iterator[fx.Node]:
+    """The results of a region, read one by one, that share memory with no other and no input of it."""
+    roots = []
+    for result in inner.graph.output_node().args[0]:  # type: ignore[union-attr]
+        root, source = result, result
+        while source is not None:
+            root, source = source, _aliased(source) if isinstance(source, fx.Node) else None  # type: ignore[assignment,arg-type]
+        roots.append(root)
+    for user in call.users:
+        root = roots[user.args[1]] if user.target is operator.getitem else None  # type: ignore[index]
+        if isinstance(root, fx.Node) and root.op == "call_function" and roots.count(root) == 1:
+            yield user
+
+
+def _copy(node: fx.Node) -> None:
+    """Has all readers of a value read a copy."""
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(aten.clone.default, (node,))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+def _refuse_brought(node: fx.Node) -> None:
+    line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
+    raise CaptureError(
+        f"{line}: writes a value that a gradient flows through to a detached tensor, whose memory is also read under "
+        "another name; write to a copy (x.detach().clone())"
+    )
 
 
 def _refuse(node: fx.Node) -> None:
@@ -134,6 +229,12 @@ def _refuse(node: fx.Node) -> None:
 def _is_float(node: fx.Node) -> bool:
     values = tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in values)
+
+
+def _is_made_like(node: fx.Node) -> bool:
+    """Whether a call takes of a tensor its shape alone (`zeros_like`, `new_empty`)."""
+    name = node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, object]]:

@@ -9,14 +9,14 @@ conditions see and do what they would without, and layers that differ in anythin
 Two calls are alike where all is equal that what is recorded depends on:
 
     function, arguments other than tensors (types included), which arguments are one tensor, dtype, shape, strides,
-    offset, device, requires_grad and dispatch keys of each tensor, grad mode, default dtype, and every frame of the
-    stack down to its instruction (the source lines that nodes keep).
+    offset, device, requires_grad and dispatch keys of each tensor, grad mode, default dtype, switches of kernels, and
+    every frame of the stack down to its instruction (the source lines that nodes keep).
 
 Limits: arguments are fake tensors that the trace under way knows, and none that it knows the value of. Nothing is kept
 of calls that record anything but ops of torch on their arguments (constants, parameters of their own, regions,
 switches of grad mode), that give back something else than tensors, or that other modes of the export answer by
-identity. Under autocast, transforms of `torch.func`, switched parameters, loops over time and modes of the user's, all
-calls are traced.
+identity. Under autocast, transforms of `torch.func`, forward-mode derivatives, switched parameters, loops over time and
+modes that a forward or its user enters, all calls are traced.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class _Unkeyed(Exception):
     """An argument that no key holds."""
 
 
+class _Unlike(Exception):
+    """The ops that a call recorded give something else than the call."""
+
+
 class _Value(NamedTuple):
     """A value of a call: one of its tensors, in the order they are met, or what one of its nodes makes, after those."""
 
@@ -81,6 +85,7 @@ class _Call(NamedTuple):
         results: what it gave back, tensors as `_Value`s.
         renewed: (tensor, node) per argument that the trace knows as another value since (written in place).
         stand_ins: for the values that a later call makes.
+        shown: per result that is no argument its place among the values, and what it was like.
         codes: of the frames that its key has by id, held so that the ids stay theirs.
     """
 
@@ -88,6 +93,7 @@ class _Call(NamedTuple):
     results: Any
     renewed: tuple[tuple[int, int], ...]
     stand_ins: StandIns
+    shown: tuple[tuple[int, object], ...]
     codes: tuple[types.CodeType, ...]
 
 
@@ -135,10 +141,14 @@ class Repeated(TorchFunctionMode):
         known = self._calls[key]
         if known is None:
             return func(*args, **kwargs)
-        with recording.paused():
-            if self._maker is None:
-                self._maker = Maker(tensors[0].fake_mode)  # type: ignore[attr-defined]
-            return _again(recording, known, tensors, self._maker)
+        try:
+            with recording.paused():
+                if self._maker is None:
+                    self._maker = Maker(tensors[0].fake_mode)  # type: ignore[attr-defined]
+                return _again(recording, known, tensors, self._maker)
+        except _Unlike:
+            self._calls[key] = None
+            return func(*args, **kwargs)
 
     def _key(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], frame: types.FrameType | None
@@ -254,8 +264,8 @@ def _kept(
     if not ops:
         return None
     writes = any(isinstance(op.target, OpOverload) and op.target._schema.is_mutable for op in ops)
-    stand_ins = StandIns(tuple(_places(results)), len(tensors), writes)
-    return _Call(tuple(ops), results, tuple(renewed), stand_ins, codes)
+    shown = () if writes else tuple(_shown(made, results, len(tensors), recording))
+    return _Call(tuple(ops), results, tuple(renewed), StandIns(writes), shown, codes)
 
 
 def _after(last: fx.Node) -> Iterator[fx.Node]:
@@ -291,28 +301,38 @@ class _Results(NamedTuple):
     parts: list[Any]
 
 
-def _places(results: Any) -> Iterator[int]:
-    """Where results are among the values of a call."""
+def _shown(made: Any, results: Any, count: int, recording: Recording) -> Iterator[tuple[int, object]]:
+    """The places of results that are none of `count` arguments, and what they are like."""
     if type(results) is _Results:
-        for part in results.parts:
-            yield from _places(part)
-    else:
-        yield results.index
+        for each, place in zip(made, results.parts, strict=True):
+            yield from _shown(each, place, count, recording)
+    elif results.index >= count:
+        yield results.index, _like(made, recording)
+
+
+def _like(x: Tensor, recording: Recording) -> object:
+    return recording.described(x), type(x.grad_fn)
 
 
 def _again(recording: Recording, call: _Call, tensors: list[Tensor], maker: Maker) -> Any:
     """Appends the nodes of an earlier call for other tensors; the results."""
 
-    def run() -> list[Any]:
-        values: list[Any] = list(tensors)
+    values: list[Any] = []
+
+    def run() -> None:
+        values[:] = tensors
         for op in call.ops:
             values.append(op.target(*_filled(op.args, values), **_filled(op.kwargs, values)))
-        return values
 
     nodes: list[Any] = [recording.node_of(x) for x in tensors]
-    for op in call.ops:
-        nodes.append(recording.append(op.target, _filled(op.args, nodes), _filled(op.kwargs, nodes), op.meta))
-    values = call.stand_ins.values(tensors, maker, run)
+    try:
+        first = call.stand_ins.make(maker, run)
+        if first and any(_like(values[place], recording) != like for place, like in call.shown):
+            values.clear()
+            raise _Unlike
+    finally:  # an op that torch refuses is none that was run
+        for op in call.ops[: max(0, len(values) - len(tensors))]:
+            nodes.append(recording.append(op.target, _filled(op.args, nodes), _filled(op.kwargs, nodes), op.meta))
     for index, place in call.renewed:
         recording.know(tensors[index], nodes[place])
     return _given(recording, call.results, values, nodes, len(tensors))

@@ -1,10 +1,10 @@
 """Results of calls on fake tensors, made from what an equal call gave.
 
 Problem: a fake tensor mode takes up to 2 ms to find the shape of a result that an equal call has had before. Method:
-the first time, the ops are run and watched. Results that share memory with nothing are from then on made as they were:
-fake tensors of the same layout, with a gradient where they had one. Results that are views are made by the ops
-themselves, as far as autograd goes, so that views stay views of what they are of; what would be asked of the fake
-tensor mode is answered here. Limits: calls that write in place are run.
+the first time, the ops are run and watched: what is asked of the fake tensor mode, and what it answers. From then on
+the ops are run as far as autograd goes, so that views stay views of what they are of and `grad_fn` is what it is, and
+the same questions get the same answers. Where a question differs from those noted, all ops are run. Limits: calls that
+write in place are always run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from paraplan.kernels.torch_private import (
     TorchDispatchMode,
     below_modes,
     storage_key,
-    tree_leaves,
 )
 
 _DEVICE = torch.ops.prim.device.default
-_ANY = torch.ops.aten.neg.default
-Run = Callable[[], Sequence[Any]]
+Run = Callable[[], None]
 
 
 class _Layout(NamedTuple):
@@ -38,19 +36,19 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
     offset: int
     device: torch.device
-    grad: bool
     base: int = -1
 
 
 class _Event(NamedTuple):
-    """An op that was asked of the fake tensor mode, and what it gave: one layout, or several."""
+    """An op that was asked of the fake tensor mode, with what, and what it gave: one result, or several."""
 
     func: OpOverload
-    made: _Layout | tuple[_Layout, ...]
+    asked: object
+    made: Any
 
 
 class _Unlike(Exception):
-    """An op is asked for that was not before."""
+    """Something is asked for that was not before."""
 
 
 class Maker:
@@ -58,11 +56,9 @@ class Maker:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        with torch.enable_grad():
-            self._source = torch.empty(1, requires_grad=True).expand(1)
 
-    def made(self, layout: _Layout, given: Sequence[Tensor] = ()) -> Tensor:
-        """A tensor; with a gradient, if it has one, that comes from nowhere.
+    def made(self, layout: _Layout, given: Sequence[Tensor]) -> Tensor:
+        """A tensor.
 
         Args:
             layout: of it.
@@ -75,67 +71,42 @@ class Maker:
                 storage = given[layout.base].untyped_storage()
                 data = torch.empty(0, dtype=layout.dtype, device="meta")
                 data.set_(storage, layout.offset, layout.shape, layout.strides)  # type: ignore[call-overload]
-        made = FakeTensor(self._mode, data, layout.device)
-        if not layout.grad:
-            return made
-        with _Instead(made):
-            return _ANY(self._source)  # type: ignore[no-any-return]
+        return FakeTensor(self._mode, data, layout.device)
 
 
 class StandIns:
-    """Makes the results of calls that are alike.
+    """Makes the values of calls that are alike.
 
     Args:
-        places: of the results among the values of a call; those before `given` are its arguments.
-        given: how many tensors a call is given.
-        writes: whether it writes any in place.
+        writes: whether they write any tensor in place.
     """
 
-    def __init__(self, places: Sequence[int], given: int, writes: bool) -> None:
-        self._places, self._given = tuple(places), given
+    def __init__(self, writes: bool) -> None:
         self._seen, self._real = False, writes
-        self._fresh: list[_Layout] | None = None
         self._events: list[_Event] = []
 
-    def values(self, tensors: Sequence[Tensor], maker: Maker, run: Run) -> Sequence[Any]:
-        """Values of a call; of those that are not its results, any.
+    def make(self, maker: Maker, run: Run) -> bool:
+        """Makes the values of a call; whether they are the first ones.
 
         Args:
-            tensors: it is given.
-            maker: of their mode.
-            run: runs its ops; gives all values.
+            maker: of its tensors' mode.
+            run: runs its ops, from the first one on.
         """
+        first, self._seen = not self._seen, True
         if self._real:
-            return run()
-        if not self._seen:
-            return self._watched(tensors, run)
-        if self._fresh is not None:
-            values: list[Any] = [*tensors, *[None] * (max(self._places) + 1 - self._given)]
-            for place, layout in zip(self._places, self._fresh, strict=True):
-                values[place] = maker.made(layout)
-            return values
-        try:
-            with _Answers(self._events, maker):
-                return run()
-        except _Unlike:
-            self._real = True
-            return run()
-
-    def _watched(self, tensors: Sequence[Tensor], run: Run) -> Sequence[Any]:
-        self._seen = True
-        with _Watch() as watch:
-            values = run()
-        results = [values[place] for place in self._places]
-        if all(_is_whole(x) for x in results) and len({*map(storage_key, (*tensors, *results))}) == (
-            len({*map(storage_key, tensors)}) + len(results)
-        ):
-            self._fresh = [_layout(x, ()) for x in results]
-            self._real = any(layout.grad for layout in self._fresh) and not torch.is_grad_enabled()
-        elif watch.events is not None:
-            self._events = watch.events
+            run()
+        elif first:
+            with _Watch() as watch:
+                run()
+            self._events, self._real = watch.events or [], watch.events is None
         else:
-            self._real = True
-        return values
+            try:
+                with _Answers(self._events, maker) as answers:
+                    run()
+                answers.end()
+            except _Unlike:
+                run()
+        return first
 
 
 def _is_plain(x: object) -> bool:
@@ -144,7 +115,7 @@ def _is_plain(x: object) -> bool:
 
 def _is_whole(x: Any) -> bool:
     """Whether a tensor is all of its storage."""
-    if not _is_plain(x) or x.storage_offset():
+    if x.storage_offset():
         return False
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
     return bool(x.untyped_storage().nbytes() == span * x.element_size())
@@ -153,11 +124,21 @@ def _is_whole(x: Any) -> bool:
 def _layout(x: Tensor, given: Sequence[Tensor]) -> _Layout:
     key = storage_key(x)
     base = next((place for place, each in enumerate(given) if storage_key(each) == key), -1)
-    return _Layout(x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device, x.requires_grad, base)
+    return _Layout(x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device, base)
 
 
-def _given(args: object, kwargs: object) -> list[Tensor]:
-    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+def _asked(value: Any, given: list[Tensor]) -> object:
+    """An argument as far as an answer depends on it, equal to no other where that is not known; its tensors are added
+    to `given`."""
+    kind = type(value)
+    if kind is FakeTensor and value.layout is torch.strided:
+        given.append(value)
+        return value.dtype, value.shape, value.stride(), value.storage_offset(), value.device
+    if kind is tuple or kind is list:
+        return [_asked(each, given) for each in value]
+    if kind is dict:
+        return [(name, _asked(each, given)) for name, each in value.items()]
+    return object() if isinstance(value, Tensor) else (kind, value)
 
 
 class _Watch(TorchDispatchMode):
@@ -169,21 +150,25 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it."""
+        given: list[Tensor] = []
+        asked = [_asked(args, given), _asked(kwargs, given)]
         made = func(*args, **(kwargs or {}))
         if func is _DEVICE or self.events is None:
             return made
-        given = _given(args, kwargs)
-        parts = made if isinstance(made, tuple | list) else (made,)
-        same = any(x is each for x in parts for each in given)
-        if func._schema.is_mutable or same or not all(map(_is_plain, parts)) or type(made) is tuple:
+        answer = [_answer(x, given) for x in made] if isinstance(made, tuple | list) else [_answer(made, given)]
+        if func._schema.is_mutable or type(made) not in (tuple, list, FakeTensor) or None in answer:
             self.events = None
             return made
-        layouts = tuple(_layout(x, given) for x in parts)
-        if any(each.base < 0 and not _is_whole(x) for each, x in zip(layouts, parts, strict=True)):
-            self.events = None
-            return made
-        self.events.append(_Event(func, layouts if isinstance(made, list) else layouts[0]))
+        self.events.append(_Event(func, asked, type(made)(answer) if isinstance(made, tuple | list) else answer[0]))
         return made
+
+
+def _answer(x: Any, given: Sequence[Tensor]) -> _Layout | None:
+    """The layout of a result; None of one that cannot be made from it."""
+    if not _is_plain(x) or any(x is each for each in given):
+        return None
+    layout = _layout(x, given)
+    return layout if layout.base >= 0 or _is_whole(x) else None
 
 
 class _Answers(TorchDispatchMode):
@@ -198,21 +183,18 @@ class _Answers(TorchDispatchMode):
         if func is _DEVICE:
             return args[0].device
         event = next(self._events, None)
-        if event is None or event.func is not func:
+        given: list[Tensor] = []
+        if event is None or event.func is not func or event.asked != [_asked(args, given), _asked(kwargs, given)]:
             raise _Unlike
-        given = _given(args, kwargs)
-        if isinstance(event.made, _Layout):
+        if type(event.made) is _Layout:
             return self._maker.made(event.made, given)
-        return [self._maker.made(each, given) for each in event.made]
+        return type(event.made)(self._maker.made(each, given) for each in event.made)
 
+    def end(self) -> None:
+        """No more is asked for.
 
-class _Instead(TorchDispatchMode):
-    """Gives a tensor for the result of any op."""
-
-    def __init__(self, made: Tensor) -> None:
-        super().__init__()
-        self._made = made
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The tensor."""
-        return args[0].device if func is _DEVICE else self._made
+        Raises:
+            _Unlike: it was before.
+        """
+        if next(self._events, None) is not None:
+            raise _Unlike
