@@ -15,7 +15,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.joint import relaxations
+from paraplan.planner.joint.bounding import relaxations
 from paraplan.planner.joint.bounding.in_flight import spread_of
 from paraplan.planner.joint.bounding.relaxations import Position
 from paraplan.planner.joint.bounding.space_bound import Least, SpaceBound
