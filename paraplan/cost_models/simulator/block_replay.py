@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.ops.fusion import fused_kernels
@@ -53,6 +54,23 @@ NO_EFFECT = MemoryProfile(begin_drop=0, allocated=(), freed=(), end_drop=0, net=
 """Of a block on a tier it has no values on."""
 
 
+class ResultAs(NamedTuple):
+    """Where a result of a block lies.
+
+    Attributes:
+        argument: the position of that whose storage it lies in; -1 for one the block makes.
+        owner, nbytes, tier: of that one.
+        dtype, shape: of the result.
+    """
+
+    argument: int
+    owner: str
+    nbytes: int
+    tier: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class MemoryBlock(BlockStorages):
     """A block's storages, and what calls of it do to memory."""
@@ -63,6 +81,20 @@ class MemoryBlock(BlockStorages):
     def tiers(self) -> tuple[str, ...]:
         """Tiers the block has values on, by name."""
         return tuple(sorted({value.tier for value in self.block.values.values()} - {""}))
+
+    @cached_property
+    def results_as(self) -> tuple[ResultAs | None, ...]:
+        """Per result, where it lies; None where there is none."""
+        inputs, values = {name: at for at, name in enumerate(self.block.inputs)}, self.block.values
+        found: list[ResultAs | None] = []
+        for name in self.results:
+            if name is None:
+                found.append(None)
+                continue
+            owner, value = self.owners[name], values[name]
+            at, nbytes = inputs.get(owner, -1), self.storage_bytes.get(owner, 0)
+            found.append(ResultAs(at, owner, nbytes, values[owner].tier, value.dtype, value.shape))
+        return tuple(found)
 
     @cached_property
     def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -104,29 +104,27 @@ class MemoryWalk:
                 f"step {self.taken} ({step.action}): block {step.block} takes {len(block.block.inputs)} values and "
                 f"gives {len(block.results)}, but {len(step.args)} and {len(step.outs)} are bound"
             )
-        held = [self.outer[name] for name in step.args]
-        passed = {id(value.storage) for value in held}
+        outer = self.outer
+        held = [outer[name] for name in step.args]
+        first: dict[int, int] = {}
+        places = [first.setdefault(id(value.storage), at) for at, value in enumerate(held)]
         dropped = Bytes()
         for name in step.drops:
             # What the block is passed dies inside of it.
-            self._give_up(name, Bytes() if id(self.outer[name].storage) in passed else dropped)
-        first: dict[int, int] = {}
-        states: list[ArgState] = []
-        for index, value in enumerate(held):
-            storage = value.storage
-            states.append((first.setdefault(id(storage), index), storage.names == 0, storage.nbytes))
-        profile = block.profile(tuple(states), tuple([name is not None for name in step.outs]))
-        overwritten = self._take_results(step, block, held)
-        profiles = {"": profile, **dict(profile.tiers)}
-        tiers = sorted({tier for tier in self.levels if tier} | {*profiles} - {""})
-        return self._called(
-            "",
-            profile,
-            dropped,
-            overwritten,
-            tuple(states),
-            {tier: self._called(tier, profiles.get(tier, NO_EFFECT), dropped, overwritten) for tier in tiers},
+            self._give_up(name, Bytes() if id(outer[name].storage) in first else dropped)
+        states = tuple(
+            [(place, value.storage.names == 0, value.storage.nbytes) for place, value in zip(places, held, strict=True)]
         )
+        profile = block.profile(states, tuple([name is not None for name in step.outs]))
+        overwritten = self._take_results(step, block, held)
+        tiers = {}
+        if len(self.levels) > 1 or profile.tiers:
+            away = dict(profile.tiers)
+            tiers = {
+                tier: self._called(tier, away.get(tier, NO_EFFECT), dropped, overwritten)
+                for tier in sorted(({*self.levels} | {*away}) - {""})
+            }
+        return self._called("", profile, dropped, overwritten, states, tiers)
 
     def _called(
         self,
@@ -152,23 +150,19 @@ class MemoryWalk:
         )
 
     def _take_results(self, step: Step, block: MemoryBlock, held: list[HeldTensor]) -> Bytes:
-        inputs = dict(zip(block.block.inputs, held, strict=True))
         made: dict[str, Storage] = {}
         results: list[tuple[Name, HeldTensor]] = []
-        for name, local in zip(step.outs, block.results, strict=True):
-            if name is None or local is None:
+        for name, lies in zip(step.outs, block.results_as, strict=True):
+            if name is None or lies is None:
                 continue
-            owner, value = block.owners[local], block.block.values[local]
-            if owner in inputs:
-                storage = inputs[owner].storage
+            if lies.argument >= 0:
+                storage = held[lies.argument].storage
+            elif (known := made.get(lies.owner)) is not None:
+                storage = known
             else:
-                storage = made.setdefault(
-                    owner, Storage(block.storage_bytes.get(owner, 0), block.block.values[owner].tier)
-                )
-            results.append((name, HeldTensor(storage, value.dtype, value.shape)))
-        # All results are held at once before any old meaning of a name is given up.
-        for _, value_held in results:
-            value_held.storage.names += 1
+                storage = made[lies.owner] = Storage(lies.nbytes, lies.tier)
+            storage.names += 1  # all results are held at once before any old meaning of a name is given up
+            results.append((name, HeldTensor(storage, lies.dtype, lies.shape)))
         died = Bytes()
         for outer, value_held in results:
             self._bind(outer, value_held, died)

@@ -172,7 +172,7 @@ class JointSearch:
         first, of which the bound is."""
         if self.job.compiled or self.constraints.schedule == SEARCHED or len(self.job.cluster.groups) > 1:
             return None
-        best = min(self.drafts, key=lambda draft: draft.step_s)
+        best = min(self.drafts, key=self._whole_s)
         self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
         within_s = max(PROVED_SHARE * self.deadline.limit_s, 1.0)
         task = listed, best.cut, best.step_s, within_s
@@ -284,7 +284,7 @@ class JointSearch:
         nothing else was found, and where one stage is the best, on its mesh."""
         if self.constraints.schedule is not None or (self.drafts and self.deadline.is_over):
             return
-        best = min(self.drafts, key=lambda draft: draft.step_s, default=None)
+        best = min(self.drafts, key=self._whole_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
             self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify))
         elif len((plan := best.made()).stages) == 1:

@@ -107,14 +107,13 @@ class ClassMemory:
         peaks = made.simulation.peak_bytes
         for key, actions, program, peak in zip(keys, made.plan.schedule.classes, made.programs, peaks, strict=True):
             if key not in self._seen:
-                self._seen[key] = max(peak, self._of(program, key.room)) if self.reserves else peak
+                self._seen[key] = self._of(program, key.room) if self.reserves else peak
             if key in self._known:
                 self._more[actions] = max(self._more.get(actions, 0), self._seen[key] - self._known[key])
         return tuple(self._seen[key] for key in keys)
 
     def _of(self, program: RankProgram, room: int) -> int:
-        alive = peak_bytes(program)
-        return max(alive, reserved_bytes(program, room)) if self.reserves else alive
+        return reserved_bytes(program, room) if self.reserves else peak_bytes(program)
 
     def _knows(self, key: _Key) -> bool:
         return key in self._seen or key in self._known
