@@ -22,11 +22,13 @@ from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.step_memory import StepMemory, Storage
 from paraplan.ir.execution.names import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
-from paraplan.ir.process.memo import SESSION, Lately, Same
+from paraplan.ir.process.memo import SESSION, Lately
 
 STEPS = 4
 """Steps that are replayed at most."""
-_RESERVED: Lately[int] = SESSION.lately("allocator_replay.reserved", 200)
+ALIKE = 7
+"""Programs of as many steps that are remembered: those of plans that differ elsewhere are equal."""
+_RESERVED: Lately[list[tuple[RankProgram, int]]] = SESSION.lately("allocator_replay.reserved", 100)
 
 
 class Request(NamedTuple):
@@ -52,8 +54,13 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
     Raises:
         CostModelError: the program names what does not exist.
     """
-    key = Same(program), capacity_bytes
-    return _RESERVED.get(key, lambda: _reserved_bytes(program, capacity_bytes))
+    alike = _RESERVED.get((len(program.steps), len(program.outer), capacity_bytes), list)
+    for known, nbytes in alike:
+        if known is program or known == program:
+            return nbytes
+    found = _reserved_bytes(program, capacity_bytes)
+    alike[:] = [*alike[-ALIKE:], (program, found)]
+    return found
 
 
 def _reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:

@@ -32,11 +32,22 @@ class Workers:
     Args:
         count: how many, beside this one.
         setup, args: what each makes once.
+        waits: whether they are started only when they are told to (`start`); until then there are none.
     """
 
-    def __init__(self, count: int, setup: Callable[..., object], *args: object) -> None:
+    def __init__(self, count: int, setup: Callable[..., object], *args: object, waits: bool = False) -> None:
         self.lost = 0
-        self._processes = [_Process(pickle.dumps((setup, args))) for _ in range(count)]
+        self._processes: list[_Process] = []
+        self._waiting, self._made_with = count, (setup, args)
+        if not waits:
+            self.start()
+
+    def start(self) -> None:
+        """Start those that wait."""
+        if self._waiting:
+            data = pickle.dumps(self._made_with)
+            self._processes += [_Process(data) for _ in range(self._waiting)]
+            self._waiting = 0
 
     def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], own: object) -> list[T]:
         """What a function makes of every task.

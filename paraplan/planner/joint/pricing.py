@@ -59,6 +59,8 @@ USUAL = 16
 a pipeline, where it goes on beside other microbatches."""
 ENOUGH = 0.35
 """Of a device's room: where a sharding keeps no more in any pipeline, none that keeps less is looked for."""
+HIRED_S = 2.0
+"""Seconds of a search from which on processes beside this one are worth their start."""
 PRICED_SHARE, SOLVED_SHARE = 0.4, 0.1
 """Of the time limit, after which nothing else is priced; of the time left, for the choice of one sharding."""
 
@@ -140,7 +142,9 @@ class Pricing:
     def _price(self, batch: Sequence[Kind], needed: dict[Kind, list[Combination]], best_s: float) -> None:
         """Price kinds, each apart."""
         usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in batch]
-        if self.workers is None or all(map(self._is_known, usual)):
+        if self.workers is not None and self.deadline.passed_s > HIRED_S:
+            self.workers.start()
+        if self.workers is None or not self.workers.has_idle or all(map(self._is_known, usual)):
             for kind, combination in zip(batch, usual, strict=True):
                 self.progress(f"prices of stages: {combination.text}")
                 self.prices[kind] = self.priced(combination, needed[kind], best_s)
@@ -291,8 +295,9 @@ def _priced_front(
 
 def _way(kind: Kind) -> tuple[object, ...]:
     """What kinds have in common of which more samples are priced as long as they pay: all but these, but for those of
-    which a rank has less than one, its axis being a tensor's, or no whole number."""
-    return *kind[:3], kind[3] < 1, kind[3] % 1 == 0
+    which a rank has less than one, its axis being a tensor's, or no whole number, or of which every rank has one though
+    inner axes share the batch out as well."""
+    return *kind[:3], kind[3] < 1, kind[3] % 1 == 0, kind[3] >= math.prod(kind[0])
 
 
 def _in_rounds(kinds: Iterable[Kind]) -> list[Kind]:

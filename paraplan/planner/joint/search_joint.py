@@ -62,11 +62,14 @@ SHORT = 0.02
 ALIKE = 1.05
 """How much longer than estimated pipelines of a schedule not planned yet are thought to be at most, for those of others
 having been."""
+SHARED = 2.0
+"""How much longer a draft may take where others are made beside it."""
 INTERRUPTED = "interrupted"
 LATE = "others not in time"
 """Said where a search was, and where a pipeline would have been planned, were there time for so many microbatches."""
 LISTED, MOST_WORKERS = 300, 8
-"""Combinations from which on their pricing is worth processes beside this one; how many there are at most, with it."""
+"""Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
+it."""
 PROVED_SHARE = 0.2
 """Of the time limit, what a bound on all combinations may take at most, once the plan is found."""
 
@@ -241,7 +244,8 @@ class JointSearch:
                 return
             waiting.remove(first)
             began_s = self.deadline.passed_s
-            others = sorted((each for each in in_time if each is not first), key=rank)
+            besides = (each for each in in_time if SHARED * effort.seconds(each.combination) <= left_s)
+            others = sorted((each for each in besides if each is not first), key=rank)
             for estimate, make in ((first, None), *self._beside(others[: MOST - 1])):
                 if make is not None:
                     waiting.remove(estimate)
@@ -372,9 +376,7 @@ def search_joint(
         ConstraintError: what is pinned leaves nothing.
         SolverLimitError: nothing that fits was found.
     """
-    beside = min(num_cores(), MOST_WORKERS) - 1 if len(listed) > LISTED else 0
-    if not beside:
-        return found.found(listed, one_stage, certify)
     made_with = found.job, found.constraints, found.budget, found.deadline
-    with closing(Workers(beside, pricing_beside, *made_with)) as found.workers:
+    beside = Workers(min(num_cores(), MOST_WORKERS) - 1, pricing_beside, *made_with, waits=len(listed) <= LISTED)
+    with closing(beside) as found.workers:
         return found.found(listed, one_stage, certify)

@@ -15,7 +15,7 @@ from paraplan.ir.execution.schedule import Schedule, split_classes, spread
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.plan import KindChoice, Plan, Stage
 from paraplan.rules.time_axis import program_micro, smallest_divisor
 
 
@@ -116,6 +116,31 @@ def on_meshes(plan: Plan, schedule: Schedule, holders: Sequence[Sequence[int]], 
         prediction=None,
         certificate=None,
     )
+
+
+def activations_of(plan: Plan) -> tuple[dict[str, str], ...]:
+    """Per segment, what becomes of values not simply kept for the backward."""
+    return tuple(stage.choices[index].activations for stage in plan.stages for index in stage.segment_choice)
+
+
+def with_activations(plan: Plan, fates: Sequence[dict[str, str]]) -> Plan:
+    """A pipeline that does other things with its activations; neither priced nor proved.
+
+    Args:
+        plan: the pipeline.
+        fates: per segment, as of `activations_of`.
+    """
+    stages = []
+    for stage in plan.stages:
+        own = list(zip(stage.segment_choice, fates[stage.first : stage.stop], strict=True))
+        kinds: dict[tuple[int, tuple[tuple[str, str], ...]], KindChoice] = {}
+        for index, fate in own:
+            key = index, tuple(fate.items())
+            kinds.setdefault(key, msgspec.structs.replace(stage.choices[index], activations=dict(fate)))
+        number = {key: at for at, key in enumerate(kinds)}
+        chosen = tuple(number[index, tuple(fate.items())] for index, fate in own)
+        stages.append(msgspec.structs.replace(stage, choices=tuple(kinds.values()), segment_choice=chosen))
+    return msgspec.structs.replace(plan, stages=tuple(stages), prediction=None, certificate=None)
 
 
 def alone_note(plan: Plan) -> tuple[str, ...]:

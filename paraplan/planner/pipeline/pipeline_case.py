@@ -25,11 +25,11 @@ from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, chain_memory, cut_chain
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
-from paraplan.planner.pipeline.pipeline import pipelined
+from paraplan.planner.pipeline.pipeline import activations_of, pipelined, with_activations
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.presets import preset_activations
-from paraplan.planner.recompute.stage_memory import Activations, in_flight, recomputing
+from paraplan.planner.recompute.stage_memory import Activations, in_flight, less_of, recomputing
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.full_rounds import FILLED, few_orders
 from paraplan.planner.schedules.named import NAMED
@@ -205,6 +205,24 @@ class PipelineCase:
             kept = sum(memory.kept_bytes(plan.stages[s].first, plan.stages[s].stop) for s in stages)
             shares.append(1 - (peak - self.budget) / max(kept, 1))
         return memory.kept_bytes(0, len(self.job.program.segments)) * max(min(shares), 0.05)
+
+    def lessened(self, sharding: Sharding, best: Plan, needed: Sequence[int]) -> Plan | None:
+        """A plan whose positions make more again where rank classes need more than they may, all else being equal; None
+        where they cannot.
+
+        Args:
+            sharding: of the plan.
+            best: the plan.
+            needed: per rank class.
+        """
+        segments, taken = self.job.program.segments, list[int]()
+        for segment, fate in zip(segments, activations_of(best), strict=True):
+            known = [option.activations for option in sharding.options[segment.kind]]
+            if fate not in known:
+                return None
+            taken.append(known.index(fate))
+        fates = less_of(best, needed, lambda _: sharding.options, self.budget, taken)
+        return None if fates is None else with_activations(best, fates)
 
     def _cut_by_memory(self, sharding: Sharding, bounds: Bounds, made: Realised) -> list[Realised]:
         """The plan whose stages are cut by time among those that fit, where there is one.

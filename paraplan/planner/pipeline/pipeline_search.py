@@ -46,8 +46,8 @@ from paraplan.planner.schedules.schedule_problem import holders_of
 
 SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
-TIMES = 2
-"""How often: the second time as much less may be held as all microbatches needed too much the first time."""
+TIMES = 3
+"""How often all microbatches of a plan are looked at: as much less may be held as they needed too much before."""
 QUICKER = 0.02
 """What a plan is thought to gain at most once its messages, reductions and products are."""
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
@@ -109,7 +109,7 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
     least_s = few.least_s(best)
     if least_s > start.within_s:
         return Slower(least_s)
-    whole = partial(_whole, case, few, best, shardings, start)
+    whole = partial(_whole, case, few, best.plan, shardings, start)
     return Draft(least_s, whole, best.plan, best.peak_bytes)
 
 
@@ -124,18 +124,23 @@ def whole_of(job: Job, constraints: Constraints, shardings: Shardings, start: St
     case = replace(case, memory=start.memory or case.memory)
     few = of_few_microbatches(case)
     assert few is not None
-    return _whole(case, few, realised(sample), shardings, start)
+    return _whole(case, few, sample, shardings, start)
 
 
-def _whole(case: PipelineCase, few: PipelineCase, best: Realised, shardings: Shardings, start: Start) -> Plan:
-    """The plan of all microbatches; where they need more than there is, with as much less for the first ones."""
-    start = replace(start, within_s=math.inf)
+def _whole(case: PipelineCase, few: PipelineCase, best: Plan, shardings: Shardings, start: Start) -> Plan:
+    """The plan of all microbatches; where they need more than there is, with more made again, or with as much less for
+    the first ones."""
+    start, budget = replace(start, within_s=math.inf), few.budget
     for again in range(TIMES):
-        best = _realised(_fastest(few, shardings, start)) if again else best
-        whole = as_a_whole(rescheduled(best.plan, case.schedule, holders_of(case.orders)), best)
+        whole = as_a_whole(rescheduled(best, case.schedule, holders_of(case.orders)))
+        needed = case.needed(whole)
         if case.fits(whole) or (whole.peak_bytes <= case.budget and again == TIMES - 1):
             return _told(whole)  # what allocators reserve for it may still be too much
-        few = replace(few, budget=few.budget - max(max(case.needed(whole)) - case.budget, 0))
+        less = None
+        if start.sharding is not None and case.constraints.recompute is None and not whole.over_bytes:
+            less = case.lessened(start.sharding, best, needed)
+        budget -= max(max(needed) - case.budget, 0)
+        best = less or _realised(_fastest(replace(few, budget=budget), shardings, start)).plan
     return _told(_realised(_fastest(case, shardings, start)))
 
 

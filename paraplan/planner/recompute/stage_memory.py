@@ -81,6 +81,22 @@ def recomputing(
     return realised(least[1])
 
 
+def less_of(
+    kept: Plan, needed: Sequence[int], options_of: Callable[[Cell], Options], budget: Budget, begun: Sequence[int]
+) -> Activations | None:
+    """Per segment, what a pipeline does with its activations where rank classes that need too much are to need as much
+    less; None where nothing else can be taken.
+
+    Args:
+        kept: the pipeline.
+        needed: per rank class, bytes.
+        options_of, budget: as for `recomputing`.
+        begun: per segment, the option it takes.
+    """
+    over = {cell: max(excess, 0.0) for cell, excess in _over(kept, needed, budget).items()}
+    return _Taking(kept, options_of, budget, begun).less(over, 1)
+
+
 class _Taking:
     """Which option every segment takes, round by round.
 

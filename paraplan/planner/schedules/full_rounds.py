@@ -52,6 +52,7 @@ class Carried(NamedTuple):
     simulation: Simulation
 
 
+_FULL: Lately[list[int]] = SESSION.lately("full_rounds.full", 100)
 _CARRIED: Lately[Carried | None] = SESSION.lately("full_rounds.carried", 8)
 
 
@@ -127,17 +128,19 @@ def _carried(plan: Plan, few: Realised | None) -> Carried | None:
     first = few_orders(plan.program, plan.schedule.name, orders, len(plan.stages))
     if first is None or first[0] > WORTH * count or _under(plan, orders).schedule != plan.schedule:
         return None
-    most = min(int(WORTH * count), first[0] + ROUNDS * positions)
-    for num_run in range(first[0], most + 1, positions):
+    most, each = min(int(WORTH * count), first[0] + ROUNDS * positions), len(plan.stages) // positions
+    full = _FULL.get((plan.schedule.name, positions, each, count % positions), list)  # the last that had rounds alike
+    for num_run in range(full[0] if full and full[0] <= most else first[0], most + 1, positions):
         if few is not None and num_run == first[0]:
             sample, programs = few.plan, few.programs
         else:
-            run = named_orders(plan.schedule.name, positions, num_run, len(plan.stages) // positions)
+            run = named_orders(plan.schedule.name, positions, num_run, each)
             sample = _under(plan, run)
             programs = lower(sample)
         more, classes = (count - num_run) // positions, sample.schedule.rank_class
         found = simulate_rounds(programs, plan_costs(sample), classes, positions, more)
         if found is not None and (few is None or found.few.peak_bytes == few.simulation.peak_bytes):
+            full[:] = [num_run]
             return Carried(Realised(sample, programs, found.few), found.all)
     return None
 

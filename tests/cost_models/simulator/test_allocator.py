@@ -119,7 +119,7 @@ def test_what_is_replayed_is_what_is_simulated(monkeypatch: pytest.MonkeyPatch, 
         return made[-1]
 
     monkeypatch.setattr(reserved_module, "CachingAllocator", making)
-    reserved = reserved_bytes(given_program, 1 << 40)
+    reserved = reserved_module._reserved_bytes(given_program, 1 << 40)
     peak = simulate_rank(given_program, toy_costs()).peak_bytes
     assert made[0].peak_allocated_bytes == peak <= reserved
 
@@ -153,6 +153,33 @@ def test_segments_are_given_back_for_a_plan_that_has_less_room() -> None:
     assert reserved_bytes(given, 1 << 40) == (2 * 30 + 2 * 32) * MIB + small
     assert reserved_bytes(given, 64 * MIB + small) == 64 * MIB + small
     assert reserved_bytes(given, 63 * MIB + small) > 63 * MIB + small
+
+
+def test_programs_that_are_equal_are_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are one object or two, and not where the room or a step is another."""
+    replayed: list[int] = []
+
+    def counted(program: RankProgram, room: int) -> int:
+        replayed.append(room)
+        return len(program.steps)
+
+    monkeypatch.setattr(reserved_module, "_reserved_bytes", counted)
+    code = block("F", "x", "y", {"x": own("x", 77), "y": own("y", 99)}, op("y", "x"))
+
+    def given(out: str) -> RankProgram:
+        return program([code], {"x0": 77}, [call("F", "x0", out)])
+
+    first = given("y0")
+    assert first is not given("y0")
+    for each, room in (
+        (first, 1 << 33),
+        (first, 1 << 33),
+        (given("y0"), 1 << 33),
+        (first, 1 << 34),
+        (given("z0"), 1 << 33),
+    ):
+        reserved_bytes(each, room)
+    assert replayed == [1 << 33, 1 << 34, 1 << 33]
 
 
 def test_what_is_left_of_a_segment_made_at_the_limit_is_used() -> None:

@@ -67,6 +67,20 @@ def test_nothing_more_is_priced_beside_a_plan_that_is_far_faster() -> None:
     assert len(pricing.prices) == len(firsts) and all(len(found) == 1 for found in pricing.prices.values())
 
 
+def test_meshes_whose_inner_axis_shares_the_batch_out_are_priced_from_the_first() -> None:
+    """What a microbatch of few samples loses by an inner axis that splits tensors says nothing of one that splits the
+    batch (experts spread over it, say): both begin, whether or not more samples paid for the other."""
+    job = zoo_job("gpt2", 8)
+    pricing, listed = _pricing(job), combinations(job, FREE)
+    pricing.price_all(listed, best_s=1e-12)
+    two = {kind for each in listed if len((kind := pricing.kind(each))[0]) == 1 and kind[1] == 2 and kind[0] == (2,)}
+    priced = [kind for kind in two if kind in pricing.prices]
+    for shared in (False, True):
+        samples = {kind[3] for kind in two if (kind[3] >= 2) == shared and kind[3] >= 1}
+        found = {kind[3] for kind in priced if (kind[3] >= 2) == shared and kind[3] >= 1}
+        assert samples and found == {min(samples)}
+
+
 def test_totals_of_more_samples_and_of_no_weight() -> None:
     job = zoo_job("gpt2", 4)
     pins = msgspec.structs.replace(FREE, mesh=(2,), pp=None)

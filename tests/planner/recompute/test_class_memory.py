@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -19,7 +21,9 @@ from paraplan.lowering import lower_alone
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.pipeline_case import case_of
+from paraplan.planner.pipeline.pipeline import activations_of, with_activations
+from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of
+from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute import class_memory
 from paraplan.planner.recompute.class_memory import ClassMemory, until_full
@@ -37,7 +41,7 @@ def _choose(job: Job, constraints: Constraints, kept: float | None, known: objec
 
 
 @cache
-def _plan(schedule: str, positions: int, count: int, recompute: str = "none", seed: int = 0) -> Plan:
+def _case(schedule: str, positions: int, count: int, seed: int = 0) -> tuple[PipelineCase, Sharding]:
     rng = random.Random(seed)
     widths = [rng.choice((128, 256, 512)) for _ in range(8)]
     blocks = (nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 64)) for width in widths)
@@ -46,8 +50,12 @@ def _plan(schedule: str, positions: int, count: int, recompute: str = "none", se
     )
     job = Job(program, parse_cluster(f"{positions}xH100"), OPTIMIZERS["adamw"], ModelRef(display="blocks"), {})
     case = case_of(job, Constraints(pp=positions, mesh=(1,), microbatches=count, schedule=schedule))
-    sharding = Shardings(_choose).get(case.part, case.inner)
-    return case._priced(sharding, case._bounds(sharding), preset_activations(program, recompute)).plan
+    return case, Shardings(_choose).get(case.part, case.inner)
+
+
+def _plan(schedule: str, positions: int, count: int, recompute: str = "none", seed: int = 0) -> Plan:
+    case, sharding = _case(schedule, positions, count, seed)
+    return case._plan(sharding, case._bounds(sharding), preset_activations(case.job.program, recompute), 1)
 
 
 def test_actions_until_a_rank_is_full() -> None:
@@ -112,3 +120,24 @@ def test_what_is_known_is_not_lowered_again(monkeypatch: pytest.MonkeyPatch) -> 
     reserving.needed(plan, ROOM)
     reserving.needed(plan, ROOM // 2)
     assert lowered[3:] == [4, 4], "of other room another amount may be reserved"
+
+
+def test_classes_that_need_too_much_make_more_again() -> None:
+    """All else of the plan stays, its options too; of the others nothing changes."""
+    plan = msgspec.structs.replace(_plan("1f1b", 4, 16), reducing_bytes=12345, parted_messages=True)
+    case, sharding = _case("1f1b", 4, 16)
+    memory = ClassMemory()
+    needed = memory.needed(plan, ROOM)
+    budget = max(needed) - (max(needed) - min(needed)) // 8
+    over = [each > budget for each in needed]
+    assert any(over) and not all(over)
+    less = replace(case, budget=budget).lessened(sharding, plan, needed)
+    assert less is not None
+    again = memory.needed(less, ROOM)
+    for was, now, is_over in zip(needed, again, over, strict=True):
+        assert now < was if is_over else now == was
+    assert (less.reducing_bytes, less.parted_messages) == (12345, True)
+    assert [(each.first, each.stop) for each in less.stages] == [(each.first, each.stop) for each in plan.stages]
+    assert sum(map(bool, activations_of(less))) > sum(map(bool, activations_of(plan))) == 0
+    assert with_activations(less, activations_of(plan)).stages == plan.stages
+    assert realised(less).simulation.step_s >= realised(plan).simulation.step_s
