@@ -292,6 +292,16 @@ def test_a_gradient_that_is_written_to_a_detached_tensor_is_kept() -> None:
         capture(Written(written_before).double(), X, precision="fp64")
 
 
+@pytest.mark.parametrize("equation", ["ij->ji", " a b -> b a ", "ij->ij"])
+def test_an_einsum_that_turns_dims_is_a_view(equation: str) -> None:
+    def between(x: Tensor) -> Tensor:
+        y = x * 2.0
+        torch.einsum(equation, y)[1:].mul_(3.0)
+        return y + torch.einsum(equation, [y]).T.T.sum() + torch.einsum("ij->j", y) + torch.einsum("ii->i", y)
+
+    as_eager(between)
+
+
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
 def test_a_dropout_of_nothing_gives_back_its_argument(p: float, training: bool) -> None:
     def dropped(x: Tensor) -> Tensor:

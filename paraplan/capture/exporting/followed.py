@@ -3,7 +3,8 @@
 Whether it is being compiled or exported, forward is told as eager would tell it: no; torch's own modules and
 transformers', which then avoid what cannot be traced and compute the same, are told the truth.
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
-(`torch.tensor(0.1)`) are kept as they were written, for fp64. What gives back the very tensor it was given (a dropout
+(`torch.tensor(0.1)`) are kept as they were written, for fp64. An einsum that only turns a tensor's dims is a
+permutation of them, for it is a view. What gives back the very tensor it was given (a dropout
 of nothing, too) is no op either, nor is what torch refuses, where forward catches the error and goes on.
 `torch.inference_mode` is no_grad. Batch norm with momentum=None, a cumulative average, reads its counter as a Python
 number: here its running statistics move by 1 / counter, a tensor. A function of `torch.jit` runs op by op.
@@ -42,6 +43,8 @@ class Followed(TorchFunctionMode):
             return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
         if func in _DROPOUTS and _drops_nothing(*args, **(kwargs or {})):
             return args[0] if args else (kwargs or {})["input"]
+        if func is torch.einsum and (turned := _turned(*args)) is not None:
+            return turned
         made = _as_itself(func, args, kwargs or {})
         if func in _WRITTEN and isinstance(made, Tensor) and made.dtype == torch.get_default_dtype():
             leaves = tree_leaves(args[-1] if args else (kwargs or {}).get("data"))
@@ -61,6 +64,18 @@ class Followed(TorchFunctionMode):
 def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, *rest: object, **named: object) -> bool:
     """Whether a dropout gives back its very argument, which a later write in place shows; a trace would copy it."""
     return (p == 0 or not named.get("train", training)) and 0 <= p <= 1
+
+
+def _turned(equation: object, *operands: Any) -> Tensor | None:
+    """What an einsum of one tensor gives that only turns its dims: a view, which a trace would take for a new tensor;
+    None of any other."""
+    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or len(given) != 1 or not isinstance(given[0], Tensor):
+        return None
+    dims, _, order = equation.replace(" ", "").partition("->")
+    if sorted(dims) != sorted(order) or not dims.isalpha() or len({*dims}) != len(dims) or len(dims) != given[0].dim():
+        return None
+    return given[0].permute([dims.index(dim) for dim in order])
 
 
 def _as_itself(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
