@@ -1,18 +1,19 @@
 """Prices of a position's devices for what a space of pipelines asks of them, each worked out once.
 
 What prices depend on is a *kind*: the inner axes of a position's mesh and the samples of a microbatch. Kinds are priced
-in rounds: of all inner axes that of the fewest samples first, and of more samples as long as a sample is the faster for
-it. Of a kind several shardings are priced, from the one of least work to those that keep less. By the closed form
-(`closed_form`) what cannot come near the best known is left out: a kind, were its samples a little faster still than
-those of the last; a sharding, did it no more work than the last and kept nothing. Batches of kinds are priced with
-what was known before, so that processes beside this one (`ir.process.workers`) change nothing but the time.
+in rounds: of all inner axes those first whose products have rows enough on a rank, then of more samples as long as a
+sample is the faster for it, and of fewer (`pricing_order`). Of a kind several shardings are priced, from the one of
+least work to those that keep less. By the closed form (`closed_form`) what cannot come near the best known is left out:
+a kind, were its samples a little faster still than those of the last; a sharding, did it no more work than the last and
+kept nothing. Batches of kinds are priced with what was known before, so that processes beside this one
+(`ir.process.workers`) change nothing but the time.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,7 @@ from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.pricing_order import Kind, Way, steps_of, usual_samples, way_of, ways_of
 from paraplan.planner.joint.sharding_front import front
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -37,17 +39,10 @@ from paraplan.planner.pipeline.stage_totals import Totals
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.sharding.solve import SolveLimits, choose
 
-Kind = tuple[tuple[int, ...], int, bool, float]
-"""Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, whether its first
-is of one device, and the samples of a microbatch."""
-WORTH = 0.01
-"""By how much a sample has to be faster in a larger microbatch for larger ones still to be priced."""
 SHARES = (0.1, 0.5, 2.0)
 """Prices of what shardings keep, each as a share of the work at which all would be kept."""
 NEAR = 0.1
 """By how much a closed form may be above the least of all for its combination still to be looked into."""
-FASTER = 0.03
-"""What a sample is thought to gain at most from microbatches of twice as many."""
 BATCH = 4
 """Kinds priced with what was known before the first of them."""
 GAP = 1e-2
@@ -105,7 +100,7 @@ class Pricing:
 
     def way_of(self, combination: Combination) -> tuple[object, float]:
         kind = self.kind(combination)
-        return _way(kind), kind[3]
+        return way_of(kind), kind[3]
 
     def price_all(self, listed: Sequence[Combination], best_s: float = math.inf, rivals: bool = True) -> None:
         """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay.
@@ -119,23 +114,22 @@ class Pricing:
         needed: dict[Kind, list[Combination]] = {}
         for combination in listed:
             needed.setdefault(self.kind(combination), []).append(combination)
-        waiting = _in_rounds(needed)
-        ways = {_way(kind): _Way() for kind in waiting}
+        ways = ways_of(needed, usual_samples(self.job.program))
+        waiting = [pair for pair in itertools.chain(*itertools.zip_longest(*map(steps_of, ways))) if pair is not None]
         while waiting and not (self.prices and self._late):
-            batch: list[Kind] = []
-            for kind in tuple(waiting):
-                way = ways[_way(kind)]
-                if _way(kind) in map(_way, batch):
+            batch: list[tuple[Kind, Way]] = []
+            for kind, way in tuple(waiting):
+                if any(other in (way, way.of) for _, other in batch):
                     continue
-                waiting.remove(kind)
+                waiting.remove((kind, way))
                 if way.pays and not self._is_hopeless(kind, needed[kind], way, best_s):
-                    batch.append(kind)
+                    batch.append((kind, way))
                 if len(batch) == BATCH:
                     break
             if batch:
-                self._price(batch, needed, best_s)
-            for kind in batch:
-                ways[_way(kind)].add(kind[3], self.prices[kind])
+                self._price([kind for kind, _ in batch], needed, best_s)
+            for kind, way in batch:
+                way.add(kind[3], self.prices[kind])
                 if rivals:
                     best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
 
@@ -165,13 +159,13 @@ class Pricing:
         except ConstraintError:
             return False
 
-    def _is_hopeless(self, kind: Kind, combinations: Sequence[Combination], way: _Way, best_s: float) -> bool:
+    def _is_hopeless(self, kind: Kind, combinations: Sequence[Combination], way: Way, best_s: float) -> bool:
         """Whether the combinations of a kind come nowhere near the best, were a sample even faster than in the last
-        one of its way."""
+        one of its way, or as fast as in that of more."""
         if not way.priced:
             return False
         times = kind[3] / way.samples
-        faster = 1 - (1 - FASTER) ** math.log2(times)
+        faster = 1 - (1 - way.gain) ** max(math.log2(times), 0.0)
         least_s = self._least_s(combinations, [each.totals.of_more(times, faster) for each in way.priced])
         return least_s > (1 + NEAR) * best_s
 
@@ -291,44 +285,6 @@ def _priced_front(
     """The front of shardings, priced: once for all searches that ask for the same on equal devices."""
     known = _FRONTS.get(_front_key(part, inner, mesh, microbatches), _Front)
     return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, SHARES))
-
-
-def _way(kind: Kind) -> tuple[object, ...]:
-    """What kinds have in common of which more samples are priced as long as they pay: all but these, but for those of
-    which a rank has less than one, its axis being a tensor's, or no whole number, or of which every rank has one though
-    inner axes share the batch out as well."""
-    return *kind[:3], kind[3] < 1, kind[3] % 1 == 0, kind[3] >= math.prod(kind[0])
-
-
-def _in_rounds(kinds: Iterable[Kind]) -> list[Kind]:
-    """Of every way its fewest samples, then of every way the next; the widest inner axes first."""
-    ways: dict[tuple[object, ...], list[Kind]] = {}
-    for kind in sorted(kinds, key=lambda kind: (kind[2], -math.prod(kind[0]), kind[3] >= 1, kind[1], kind[3])):
-        ways.setdefault(_way(kind), []).append(kind)
-    rounds = itertools.chain.from_iterable(itertools.zip_longest(*ways.values()))
-    return [kind for kind in rounds if kind is not None]
-
-
-@dataclass
-class _Way:
-    """Kinds of which more and more samples are priced.
-
-    Attributes:
-        pays: whether a sample was the faster for the last.
-        samples: of the last.
-        priced: its shardings.
-    """
-
-    pays: bool = True
-    samples: float = 0.0
-    priced: tuple[StagePrices, ...] = ()
-
-    def add(self, samples: float, priced: tuple[StagePrices, ...]) -> None:
-        """What was priced for so many samples."""
-        known_s = min((sum(each.seconds) for each in self.priced), default=math.inf) / (self.samples or 1.0)
-        each_s = min((sum(each.seconds) for each in priced), default=math.inf) / samples
-        self.pays = each_s <= (1 - WORTH) * known_s
-        self.samples, self.priced = samples, priced
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.pricing import NEAR, Pricing, pricing_beside
+from paraplan.planner.joint.pricing_order import steps_of, usual_samples, ways_of
 from paraplan.planner.schedules.named import NAMED, named_orders
 from tests.captures import zoo_job
 
@@ -63,22 +64,36 @@ def test_nothing_more_is_priced_beside_a_plan_that_is_far_faster() -> None:
     listed = combinations(job, FREE)
     pricing = _pricing(job)
     pricing.price_all(listed, best_s=1e-12)
-    firsts = {pricing.way_of(each)[0] for each in listed}
-    assert len(pricing.prices) == len(firsts) and all(len(found) == 1 for found in pricing.prices.values())
+    ways = ways_of({pricing.kind(each) for each in listed}, usual_samples(job.program))
+    heads = {way.kinds[0] for way in ways if way.of is None}
+    bare = {kind for way in ways if way.of is not None and not pricing.prices[way.of.kinds[0]] for kind in way.kinds}
+    assert heads <= set(pricing.prices) <= heads | bare
+    assert all(len(found) <= 1 for found in pricing.prices.values()) and any(pricing.prices.values())
 
 
-def test_meshes_whose_inner_axis_shares_the_batch_out_are_priced_from_the_first() -> None:
-    """What a microbatch of few samples loses by an inner axis that splits tensors says nothing of one that splits the
-    batch (experts spread over it, say): both begin, whether or not more samples paid for the other."""
-    job = zoo_job("gpt2", 8)
-    pricing, listed = _pricing(job), combinations(job, FREE)
-    pricing.price_all(listed, best_s=1e-12)
-    two = {kind for each in listed if len((kind := pricing.kind(each))[0]) == 1 and kind[1] == 2 and kind[0] == (2,)}
-    priced = [kind for kind in two if kind in pricing.prices]
-    for shared in (False, True):
-        samples = {kind[3] for kind in two if (kind[3] >= 2) == shared and kind[3] >= 1}
-        found = {kind[3] for kind in priced if (kind[3] >= 2) == shared and kind[3] >= 1}
-        assert samples and found == {min(samples)}
+@pytest.mark.parametrize(
+    ("usual", "first"), [(0.1, (1.0, 2.0)), (1.0, (1.0, 2.0)), (2.0, (2.0, 4.0)), (64.0, (2.0, 8.0))]
+)
+def test_what_is_priced_first_has_rows_enough(usual: float, first: tuple[int, int]) -> None:
+    """Of an inner axis that splits tensors, and of one that shares the batch out as well: what few samples lose by the
+    one says nothing of the other. Those of more and of fewer samples follow."""
+    kinds = [((2,), 2, False, samples) for samples in (1.0, 2.0, 4.0, 8.0)]
+    kinds = [*(((4,), 2, False, samples) for samples in (1.0, 2.0)), *kinds]
+    ways = ways_of(kinds, usual)
+    heads = {(way.kinds[0][0][0], way.kinds[0][3]) for way in ways if way.of is None}
+    assert heads == {(4, min(first[0], 2.0)), (2, 1.0), (2, first[1] if usual > 1 else 2.0)}
+    assert sorted(kind for way in ways for kind in way.kinds) == sorted(kinds)
+    for way in ways:
+        samples = [kind[3] for kind in way.kinds]
+        assert samples == sorted(samples, reverse=way.of is not None)
+        if way.of is not None:
+            assert samples[0] < way.of.kinds[0][3] and steps_of(way)[0] is None
+
+
+def test_samples_of_a_rank_hang_on_the_rows_of_products() -> None:
+    """A language model of 64 tokens a sample needs as many times fewer samples as one of 8 more."""
+    found = {name: usual_samples(zoo_job(name, 2).program) for name in ("gpt2", "mlp")}
+    assert found["mlp"] > found["gpt2"] > 1
 
 
 def test_totals_of_more_samples_and_of_no_weight() -> None:
