@@ -11,7 +11,7 @@ import msgspec
 
 from paraplan.cost_models.clocks import with_clocks
 from paraplan.cost_models.costs import Costs
-from paraplan.cost_models.ops.roofline import op_cost, rate_of, registered_work_of
+from paraplan.cost_models.ops.roofline import OpWork, op_cost, rate_of, registered_work_of
 from paraplan.cost_models.profiles.measured import INTERPOLATED, MEASURED, MODELLED
 from paraplan.cost_models.simulator.allocator_replay import reserved_bytes
 from paraplan.cost_models.simulator.rank_trace import Simulation
@@ -22,8 +22,8 @@ from paraplan.ir.execution.schedule import split_classes
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.model.graph import Graph, Phase
-from paraplan.ir.model.program import Program
+from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.model.program import Program, SegmentKind
 from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.profile import UPDATE, VIEW
@@ -43,17 +43,37 @@ def forward_flops(program: Program) -> dict[str, int]:
 def _forward_flops(graph: Graph) -> Counter[str]:
     total: Counter[str] = Counter()
     for op in graph.ops:
-        if op.phase is Phase.FORWARD:
-            inputs = tuple(graph.values[name] for name in op.tensors)
-            outputs = tuple(None if name is None else graph.values[name] for name in op.outs)
-            registered = registered_work(op, [spec.shape for spec in inputs])
-            if registered is None:
-                work = op_cost(op.target, op.args, op.kwargs, inputs, outputs)
-            else:
-                work = registered_work_of(registered, inputs, outputs)
-            if work.flops:
-                total[work.dtype] += work.flops
+        if op.phase is Phase.FORWARD and (work := _work(graph, op)).flops:
+            total[work.dtype] += work.flops
     return total
+
+
+def _work(graph: Graph, op: Op) -> OpWork:
+    inputs = tuple(graph.values[name] for name in op.tensors)
+    outputs = tuple(None if name is None else graph.values[name] for name in op.outs)
+    registered = registered_work(op, [spec.shape for spec in inputs])
+    if registered is None:
+        return op_cost(op.target, op.args, op.kwargs, inputs, outputs)
+    return registered_work_of(registered, inputs, outputs)
+
+
+def most_rows(program: Program) -> float:
+    """The most rows of the global batch that a product of the forward takes a weight to: of a token each, or of a place
+    of an image; 0 where no weight is in a product."""
+    return max((_most_rows(kind) for kind in program.kinds), default=0.0)
+
+
+def _most_rows(kind: SegmentKind) -> float:
+    graph, weights, most = kind.graph, set(kind.params), 0.0
+    for op in graph.ops:
+        if op.phase is not Phase.FORWARD:
+            continue
+        own = [name for name in op.tensors if name in weights]
+        if len(own) == len(op.tensors):
+            weights.update(name for name in op.outs if name is not None)
+        elif sizes := [graph.values[name].numel for name in own if len(graph.values[name].shape) > 1]:
+            most = max(most, _work(graph, op).flops / (2 * max(sizes)))
+    return most
 
 
 def priced_on(

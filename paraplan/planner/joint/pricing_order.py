@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paraplan.cost_models.predict import forward_flops
+from paraplan.cost_models.predict import most_rows
 from paraplan.ir.model.program import Program
 from paraplan.planner.pipeline.stage_prices import StagePrices
 
@@ -28,11 +28,8 @@ ROWS = 2048.0
 
 
 def usual_samples(program: Program) -> float:
-    """Of how many a rank's microbatch has rows enough: a sample has as many as its products' flops were, did every
-    parameter take part in one product of each row."""
-    elements = sum(param.spec.numel for param in program.params.values())
-    rows = sum(forward_flops(program).values()) / (2 * max(elements, 1)) / program.batch_size
-    return ROWS / max(rows, 1.0)
+    """Of how many a rank's microbatch has rows enough."""
+    return ROWS / max(most_rows(program) / program.batch_size, 1.0)
 
 
 def way_of(kind: Kind) -> tuple[object, ...]:
