@@ -23,6 +23,8 @@ from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, sol
 
 MOST_LATE = 2.0
 """Times the limit, after which nothing more is tried though nothing was found."""
+MOST_CALLS = 100_000
+"""Segments times microbatches that are not begun after the limit: to lower and simulate them takes a minute."""
 
 Progress = Callable[[str], None]
 
@@ -90,7 +92,8 @@ def with_other_counts(
     counts = other_counts(job.program, constraints, mesh)
 
     def tried(count: int) -> list[Candidate]:
-        if clock.is_over and (found or count != counts[-1] or deadline.passed_s > MOST_LATE * deadline.limit_s):
+        is_long = count * len(job.program.segments) > MOST_CALLS or deadline.passed_s > MOST_LATE * deadline.limit_s
+        if clock.is_over and (found or count != counts[-1] or is_long):
             failures.append(not_tried(mesh, count))
             return []
         progress(_tried_words(mesh, count))
