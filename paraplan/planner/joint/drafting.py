@@ -106,8 +106,7 @@ class Drafting:
         job, budget, pins = self.pricing.job, self.pricing.budget, self.pins(estimate)
         check_constraints(pins, job.cluster.num_devices)
         first, allowed = None, budget
-        start, memory = self.start(estimate, within_s), ClassMemory(self.reserves and estimate.combination.pp > 1)
-        start = replace(start, memory=memory)
+        start = self.start(estimate, within_s)
         for _ in range(ROUNDS):
             try:
                 found = search_from(job, pins, self.shardings, start)
@@ -115,9 +114,9 @@ class Drafting:
                 if first is None:
                     raise
                 break
-            if isinstance(found, Slower) or not memory.reserves or start.sharding is None:
+            if isinstance(found, Slower) or not start.memory.reserves or start.sharding is None:
                 return found, estimate, pins
-            needed = max(memory.needed(found.sample, budget))
+            needed = max(start.memory.needed(found.sample, budget))
             if needed <= budget or self.pricing.deadline.is_over:
                 return found, estimate, pins
             first, over_bytes = first or found, needed - budget
@@ -135,7 +134,8 @@ class Drafting:
 
     def start(self, estimate: Estimate, within_s: float) -> Start:
         """What is known of an estimate's pipeline before it is planned."""
-        return Start(self._sharding(estimate), estimate.taken, within_s, math.isfinite(estimate.step_s))
+        memory = ClassMemory(self.reserves and estimate.combination.pp > 1)
+        return Start(self._sharding(estimate), estimate.taken, within_s, math.isfinite(estimate.step_s), memory)
 
     def _estimated(self, combination: Combination, budget: int, sharding: Sharding, less_bytes: int) -> Estimate | None:
         """What a combination comes to within so many bytes, in the sharding where that is least: of those priced, and

@@ -7,7 +7,7 @@ microbatches. Made whole it is here, as any draft is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -26,7 +26,6 @@ from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower, whole_of
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.recompute.class_memory import ClassMemory
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def received(drafted: Drafted, drafting: Drafting) -> Draft | Slower:
     sample = msgspec.structs.replace(drafted.sample, program=job.program, cluster=job.cluster, profile=job.profile)
     if drafted.is_whole:
         return Draft.of(sample)
-    start = replace(drafting.start(drafted.estimate.estimate(pricing), math.inf), memory=ClassMemory(drafting.reserves))
+    start = drafting.start(drafted.estimate.estimate(pricing), math.inf)
     whole = partial(whole_of, job, drafted.pins, drafting.shardings, start, sample)
     return Draft(drafted.step_s, whole, sample, drafted.peak_bytes)
 

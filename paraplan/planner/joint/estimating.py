@@ -38,7 +38,7 @@ class Numbers:
     is_recut: bool
 
 
-def estimates(
+def estimate_best(
     pricing: Pricing, listed: Sequence[Combination], best_s: float, faults: list[ParaplanError]
 ) -> list[Estimate]:
     """Of combinations, the most promising first.

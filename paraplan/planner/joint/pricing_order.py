@@ -44,7 +44,8 @@ class Way:
 
     Attributes:
         kinds: in order.
-        of: the way of those of more samples, which are known before; None where there are none.
+        of, fewer: of fewer samples, the way of those of more, which are known before; of more, that of fewer. None
+            where there are none.
         pays: whether a sample was the faster for the last; of fewer samples it need not be.
         gain: what a sample may gain at most from twice as many.
         samples: of the last.

@@ -33,7 +33,7 @@ from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.joint.drafting import Drafting, Effort
 from paraplan.planner.joint.drafting_beside import Drafted, PackedEstimate, drafted_beside, received
 from paraplan.planner.joint.estimate import Estimate
-from paraplan.planner.joint.estimating import estimates as estimated
+from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -128,7 +128,7 @@ class JointSearch:
         estimates: list[Estimate] = []
         try:
             self._plan_usual(one_stage)
-            estimates = estimated(self.pricing, listed, self.best_s, self.faults)
+            estimates = estimate_best(self.pricing, listed, self.best_s, self.faults)
             self._plan_promising(estimates)
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()

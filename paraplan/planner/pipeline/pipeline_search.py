@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -62,14 +62,14 @@ class Start:
         taken: per segment, the number of the option to recompute that it is thought to have to take; () for none.
         within_s: the step of a plan known: where this one's cannot be shorter, it is left.
         is_only: whether no other sharding is tried where nothing fits with this one.
-        memory: what rank classes need; None for what is alive.
+        memory: what rank classes need: what is alive, or what allocators reserve.
     """
 
     sharding: Sharding | None = None
     taken: tuple[int, ...] = ()
     within_s: float = math.inf
     is_only: bool = False
-    memory: ClassMemory | None = None
+    memory: ClassMemory = field(default_factory=ClassMemory)
 
 
 class Slower(NamedTuple):
@@ -98,8 +98,7 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
     """As `search_pipeline`, from what is known, and not made whole yet; `Slower` where that is enough to leave it."""
     if constraints.schedule == SEARCHED:
         return Draft.of(_searched(job, constraints, shardings))
-    case = case_of(job, constraints)
-    case = replace(case, memory=start.memory or case.memory)
+    case = replace(case_of(job, constraints), memory=start.memory)
     few = of_few_microbatches(case)
     best = _fastest(few or case, shardings, start)
     if isinstance(best, Slower):
@@ -120,8 +119,7 @@ def whole_of(job: Job, constraints: Constraints, shardings: Shardings, start: St
         job, constraints, shardings, start: as for `search_from`, which found the sample.
         sample: of a draft that is not its plan.
     """
-    case = case_of(job, constraints)
-    case = replace(case, memory=start.memory or case.memory)
+    case = replace(case_of(job, constraints), memory=start.memory)
     few = of_few_microbatches(case)
     assert few is not None
     return _whole(case, few, sample, shardings, start)

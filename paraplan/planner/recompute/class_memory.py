@@ -58,12 +58,12 @@ def until_full(actions: Actions) -> Actions:
     for action in parsed:
         flying += (action.kind is ActionKind.F) - (action.kind in _BACKWARD)
         levels.append(flying)
-    last = -1
+    last, most = -1, max(levels, default=0)
     for action, level in zip(parsed, levels, strict=True):
         last = max(last, action.microbatch)
         if action.kind in _BACKWARD:
             gradless.discard(action.stage)
-        if not gradless and level == max(levels):
+        if not gradless and level == most:
             break
     return tuple(text for text, action in zip(actions, parsed, strict=True) if action.microbatch <= last + MORE)
 

@@ -27,7 +27,7 @@ from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import Drafting
 from paraplan.planner.joint.drafting_beside import PackedEstimate, _unasked, drafted_beside, received
 from paraplan.planner.joint.estimate import Estimate
-from paraplan.planner.joint.estimating import estimates
+from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower
@@ -79,7 +79,7 @@ def test_what_is_received_is_what_is_drafted_here(schedule: str) -> None:
     """Through what passes between processes, with a job that is another object there."""
     pricing, there = _pricing(), _pricing(pickle.loads(pickle.dumps(_job())))
     listed = [each for each in _listed() if each.schedule == schedule and each.pp == 4]
-    first = estimates(pricing, listed, math.inf, [])[0]
+    first = estimate_best(pricing, listed, math.inf, [])[0]
     here = _drafting(pricing).drafted(first, math.inf)
     asked, within_s, reserves = pickle.loads(pickle.dumps((PackedEstimate.of(first, pricing), math.inf, True)))
     answer = pickle.loads(pickle.dumps(drafted_beside(there, asked, within_s, reserves)))
@@ -94,7 +94,7 @@ def test_what_is_received_is_what_is_drafted_here(schedule: str) -> None:
 
 def test_why_nothing_comes_of_an_estimate_passes() -> None:
     pricing = _pricing()
-    first = estimates(pricing, _listed(), math.inf, [])[0]
+    first = estimate_best(pricing, _listed(), math.inf, [])[0]
     tight = Pricing(pricing.job, pricing.constraints, 1 << 20, lambda _: None, pricing.deadline)
     answer = drafted_beside(tight, PackedEstimate.of(first, pricing), math.inf, True)
     assert answer.why and answer.sample is None
@@ -106,9 +106,9 @@ def test_estimates_of_other_processes_are_those_of_this_one() -> None:
     def numbers(found: list[Estimate]) -> list[object]:
         return [(each.combination, each.step_s, each.bounds, each.taken, each.is_recut) for each in found]
 
-    alone = estimates(_pricing(), _listed(), math.inf, [])
+    alone = estimate_best(_pricing(), _listed(), math.inf, [])
     with _workers(2) as workers:
-        beside = estimates(_pricing(workers=workers), _listed(), math.inf, [])
+        beside = estimate_best(_pricing(workers=workers), _listed(), math.inf, [])
         assert workers.lost == 0
     assert numbers(alone) == numbers(beside) and len(alone) > 10
 
