@@ -15,7 +15,7 @@ import paraplan as pp
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.machine.device_catalog import CATALOG
-from paraplan.cost_models.predict import reserved_of, simulate_plan
+from paraplan.cost_models.predict import reserved_of, simulate_plan, with_reserved
 from paraplan.ir.errors import ClusterError, ConstraintError, InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
 from paraplan.ir.machine.mesh import Mesh
@@ -30,6 +30,7 @@ from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.fits import needed_bytes, search_room
 from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.search import find, search
 from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.report.explain import verdict
@@ -287,3 +288,14 @@ def test_sizes_that_are_none() -> None:
     ):
         with pytest.raises(kind, match=words):
             pp.compile(Wide(), "2xH100", example_inputs=batch, reserve=reserve)
+
+
+def test_a_plan_read_back_has_the_room_that_was_pinned() -> None:
+    """What allocators reserve is told of the room that a plan's pins leave, by the search and by whoever reads it."""
+    memory = 2 * roomy_peak()
+    for pins in ({"reserve_bytes": memory // 4}, {"memory_bytes": memory * 3 // 4}, {}):
+        made = search_room(job(memory), Constraints(**PINS, **pins)).plan
+        plan = msgspec.structs.replace(made, pins=Constraints(**PINS, **pins).as_data)
+        room = device_budget(plan.cluster, Constraints(**PINS, **pins))
+        assert set(plan.room_bytes) == {room} and room == (memory if not pins else memory - memory // 4)
+        assert with_reserved(plan, programs_of(plan)).prediction == made.prediction
