@@ -328,6 +328,9 @@ class Plan(Value, frozen=True, kw_only=True):
         hold_casts: whether weights are cast to float8 once a step and held, not in every forward and backward.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
             step's work, and so are one step late (see `lowering.steps.delayed_update`); None: never.
+        params_ahead: whether a large sharded parameter is gathered while the segment before the one that reads it runs,
+            as small ones are in any case (see `lowering.transfers.param_allgather`), so that both segments' are held;
+            else in the block that reads it.
         states_ahead: whether the first states that come to their update set out before the last segment's backward, and
             not after it (see `lowering.transfers.streamed_update`).
         parted_messages: whether, of what a stage sends, ranks that hold the same send a part each, which the next stage
@@ -359,6 +362,7 @@ class Plan(Value, frozen=True, kw_only=True):
     reduce_dtype: str = ""
     hold_casts: bool = False
     delayed_update: int | None = None
+    params_ahead: bool = False
     states_ahead: bool = False
     parted_messages: bool = False
     stages: tuple[Stage, ...]

@@ -275,6 +275,7 @@ class PlanBlocks:
             reduce_dtype=self.reduce_dtype,
             grouped=plan.group > 1 and index < self.micro.tail,
             fetched=tuple(bool(p.stored_tier) or p.ahead for p in params),
+            ahead=plan.params_ahead,
             rows=tuple(map(self._rows, segment.inputs)) if m < plan.num_shares else (),
         )
 

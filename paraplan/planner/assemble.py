@@ -63,7 +63,7 @@ class Decisions:
         batch: layout of each batch input.
         activations: per segment, what becomes of values not simply kept for the backward; empty where all are kept.
         splits: per segment, what runs in chunks; empty where nothing does.
-        bundle_bytes: as in the plan.
+        bundle_bytes, params_ahead: as in the plan.
         fixed: whether layouts of parameters are pinned by name, and to be left as they are.
     """
 
@@ -76,6 +76,7 @@ class Decisions:
     activations: tuple[dict[str, str], ...] = ()
     splits: tuple[Split | None, ...] = ()
     bundle_bytes: int = BUNDLE_BYTES
+    params_ahead: bool = True
     fixed: bool = False
 
 
@@ -111,6 +112,7 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         num_microbatches=decisions.num_microbatches,
         optimizer=job.optimizer,
         bundle_bytes=decisions.bundle_bytes,
+        params_ahead=decisions.params_ahead,
         stages=(stage,),
         schedule=schedule,
         profile=job.profile,
@@ -142,6 +144,7 @@ def decided(plan: Plan, mesh: Mesh) -> Decisions:
         params=tuple(classes),
         batch=batch,
         bundle_bytes=plan.bundle_bytes,
+        params_ahead=plan.params_ahead,
     )
 
 

@@ -1,9 +1,10 @@
 """Decisions made a plan, lowered and simulated; where that is over a budget, a leaner one of the same layouts.
 
-Bundles of several segments' small parameters save latency and hold a few MiB more (`lowering.blocks.bundle`), and a
+Large parameters that are gathered a segment ahead (`Plan.params_ahead`) are held beside those of the segment before;
+bundles of several segments' small parameters save latency and hold a few MiB more (`lowering.blocks.bundle`), and a
 stored copy that is gathered ahead of the step's first use lies beside the shard it was gathered from
 (`ParamLayouts.ahead`): a plan that does not fit with them is tried without before anything dearer is. So do states
-that come to their update in runs as large as bundles.
+that come to their update in runs as large as bundles. The first is given up alone where that is enough.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from paraplan.cost_models.realised_plan import Realised, realised
+from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.planner.assemble import Decisions, Job, assemble
 
 
@@ -27,6 +29,10 @@ def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -
     found = _realise(job, decisions)
     if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found
+    if decisions.params_ahead and _gathers(found) and found.peak_bytes > limit_bytes:
+        found = min(found, _realise(job, replace(decisions, params_ahead=False)), key=lambda made: made.peak_bytes)
+        if found.peak_bytes <= limit_bytes and not found.over_bytes:
+            return found
     other = _realise(job, lean(decisions))
     if found.peak_bytes <= limit_bytes and other.peak_bytes <= limit_bytes:
         return other if sum(other.over_bytes.values()) < sum(found.over_bytes.values()) else found
@@ -38,7 +44,12 @@ def lean(decisions: Decisions) -> Decisions:
     params = tuple(
         msgspec.structs.replace(layouts, ahead=layouts.ahead and decisions.fixed) for layouts in decisions.params
     )
-    return replace(decisions, bundle_bytes=0, params=params)
+    return replace(decisions, bundle_bytes=0, params_ahead=False, params=params)
+
+
+def _gathers(made: Realised) -> bool:
+    """Whether parameters are gathered before the block that reads them."""
+    return any(block.role is BlockRole.GATHER for program in made.programs for block in program.blocks.values())
 
 
 def _realise(job: Job, decisions: Decisions) -> Realised:

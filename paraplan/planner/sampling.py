@@ -115,7 +115,10 @@ def _timed(plan: Plan, rng: random.Random) -> Plan:
     staged = any(layouts.staged for stage in plan.stages for layouts in stage.params.values())
     late = after if is_any_late(plan) else None
     every = rng.choice((1, 1, 2, 3))
-    return msgspec.structs.replace(plan, delayed_update=late, states_ahead=staged and ahead, reduce_every=every)
+    params = rng.random() < 0.5
+    return msgspec.structs.replace(
+        plan, delayed_update=late, params_ahead=params, states_ahead=staged and ahead, reduce_every=every
+    )
 
 
 def _with_boundaries_away(plan: Plan, rng: random.Random, tiers: Sequence[str], share: float) -> Plan:

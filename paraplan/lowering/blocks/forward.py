@@ -3,7 +3,8 @@
 Backward values that the forward made are saved in the layout they were produced in, or made again just before the
 backward first reads them (`remat`), or wait on a tier (`activation_offload`); inputs of the segment and its outputs
 are not saved again, for the outer namespace holds them. A sharded parameter is gathered in each phase anew, used and
-freed: a large one inside the block, a small one before it, with those of other segments (`early`).
+freed: a small one before the block, with those of other segments, a large one where the plan says so, else inside the
+block (`early`).
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class KindContext:
         fetched: per parameter slot, whether it comes only shortly before the block, from a tier (see
         `param_prefetch`) or from
             where it rests (see `param_allgather`); empty: none does.
+        ahead: whether large parameters are gathered before the block, too.
         rows: of a segment of the tail, per boundary input the dim that microbatches cut; empty elsewhere.
     """
 
@@ -71,6 +73,7 @@ class KindContext:
     reduce_dtype: str = ""
     grouped: bool = False
     fetched: tuple[bool, ...] = ()
+    ahead: bool = False
     rows: tuple[int | None, ...] = ()
 
 
@@ -360,7 +363,8 @@ def early(
 ) -> tuple[Move | None, ...]:
     """Per parameter slot, the gather that can be made before the block whose ops these are, with other segments'.
 
-    Only of a small parameter that all its readers want in one layout other than its own.
+    Only of a parameter that all its readers want in one layout other than its own, and of large ones where those are
+    gathered ahead.
 
     Args:
         kind: whose parameters.
@@ -378,7 +382,8 @@ def early(
     for name, stored, away in zip(kind.params, context.params, fetched, strict=True):
         spec, layouts = kind.graph.values[name], tuple(wanted.get(name, ()))
         path = reshard_path(spec.shape, (R, *stored), layouts[0], extended, frozen=1) if len(layouts) == 1 else ()
-        gathers = bool(path) and path[0].is_gather and travels_with(spec, path[:1], extended) is not None
+        gathers = bool(path) and path[0].is_gather
+        gathers = gathers and (context.ahead or travels_with(spec, path[:1], extended) is not None)
         found.append(path[0] if gathers and not away else None)
     return tuple(found)
 

@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from paraplan.ir.execution import names as outer_names
 from paraplan.ir.execution.names import Name
@@ -27,9 +27,9 @@ from paraplan.lowering.steps.outer import seed_name
 from paraplan.lowering.steps.step_writer import Flight, StepWriter
 from paraplan.lowering.transfers.activation_offload import copies_away, copies_back
 from paraplan.lowering.transfers.boundary_offload import Boundaries
-from paraplan.lowering.transfers.bundled_transfers import Parcel, ParcelBlocks
-from paraplan.lowering.transfers.flights import Flights, Stop, stops
-from paraplan.lowering.transfers.param_allgather import Visit, gather_groups
+from paraplan.lowering.transfers.bundled_transfers import Parcel, ParcelBlocks, travels_with
+from paraplan.lowering.transfers.flights import Flights, stops
+from paraplan.lowering.transfers.param_allgather import Visit, each_alone, gather_groups
 from paraplan.lowering.transfers.param_prefetch import Fetches
 
 AWAKE = 2
@@ -50,9 +50,10 @@ class SegmentSteps:
         self._program = rank.program
         self._casts = CastSteps(rank, writer)
         self._waking = Flights(writer, AWAKE if len(rank.lowered.held) == 1 else len(rank.program.segments))
-        self._gathered, self._fetched, self._returning, self._handed_back, self._leaving = (
-            Flights(writer) for _ in range(5)
+        self._small, self._large, self._fetched, self._returning, self._handed_back, self._leaving = (
+            Flights(writer) for _ in range(6)
         )
+        self._gathered = self._small, self._large
         self._fetches = Fetches(rank, writer.cache)
         self._boundaries = Boundaries(rank, writer.cache)
 
@@ -72,16 +73,26 @@ class SegmentSteps:
             if first[name] == index:
                 parcels.setdefault(index, []).append(self._woken(name))
         visits = [Visit(index, tuple(found)) for index, found in parcels.items()]
-        self._waking.line_up(self._gathers(visits, "hold."))
+        self._waking.line_up(gather_groups(visits, self._gathering("hold."), self._rank.plan.bundle_bytes))
         self._waking.begin()
 
     def reach(self, index: int) -> None:
         """A segment is next: what rested sharded is whole, before its input is waited for."""
         self._waking.reach(index)
 
-    def _gathers(self, visits: Sequence[Visit], stem: str = "gather.") -> Iterator[Stop]:
-        blocks = ParcelBlocks(self._writer.cache, stem, BlockRole.GATHER, self._rank.extended, overwrites=False)
-        return gather_groups(visits, blocks, self._rank.plan.bundle_bytes)
+    def _gathering(self, stem: str) -> ParcelBlocks:
+        return ParcelBlocks(self._writer.cache, stem, BlockRole.GATHER, self._rank.extended, overwrites=False)
+
+    def _gather(self, order: Sequence[int], early_of: Callable[[int], Sequence[Move | None]]) -> None:
+        """What segments read is gathered before they are run, in this order."""
+        small, large, blocks = list[Visit](), list[Visit](), self._gathering("gather.")
+        for index in order:
+            parcels = self._parcels(index, early_of(index))
+            alone = [travels_with(each.spec, each.path, self._rank.extended) is None for each in parcels]
+            small.append(Visit(index, tuple(p for p, is_alone in zip(parcels, alone, strict=True) if not is_alone)))
+            large.append(Visit(index, tuple(p for p, is_alone in zip(parcels, alone, strict=True) if is_alone)))
+        self._small.line_up(gather_groups(small, blocks, self._rank.plan.bundle_bytes))
+        self._large.line_up(each_alone(large, blocks))
 
     def _woken(self, name: str) -> Parcel:
         """The way of a stored copy from where it rests."""
@@ -90,15 +101,14 @@ class SegmentSteps:
         path = reshard_path(spec.shape, rests, whole, self._rank.extended, frozen=1)
         return Parcel(outer_names.param(name), outer_names.held(name), spec, path)
 
-    def _visit(self, index: int, early: Sequence[Move | None]) -> Visit:
+    def _parcels(self, index: int, early: Sequence[Move | None]) -> list[Parcel]:
         """What is gathered for a segment before its block is called."""
         segment = self._program.segments[index]
-        parcels = (
+        return [
             Parcel(outer_names.param(name), self._whole(index, slot), self._program.params[name].spec, (move,))
             for slot, (name, move) in enumerate(zip(segment.params, early, strict=True))
             if move is not None
-        )
-        return Visit(index, tuple(parcels))
+        ]
 
     def _fetch(self, index: int, m: int, block: Block) -> Flight | None:
         """What copies to the device the parameters that a segment's block reads."""
@@ -136,15 +146,15 @@ class SegmentSteps:
     def run_forward(self, order: range, m: int) -> None:
         """Run some segments' forward."""
         forwards = self._rank.parts(m).forwards
-        self._gathered.line_up(self._gathers([self._visit(index, forwards[index].early) for index in order]))
+        self._gather(order, lambda index: forwards[index].early)
         self._fetched.line_up(stops(order, [self._fetch(index, m, forwards[index].block) for index in order]))
         leaving = self._leaving_values(order, m)
         for index in order:
             segment, lowered = self._program.segments[index], forwards[index]
             self._waking.reach(index)
             self._casts.reach(index)
-            self._gathered.reach(index)
-            self._fetched.reach(index)
+            for coming in (*self._gathered, self._fetched):
+                coming.reach(index)
             names = self._sources(index, m, lowered.early)
             tangents = zip(self._program.kinds[segment.kind].tangents, segment.outputs, strict=True)
             known = {t: out for t, out in tangents if t in lowered.block.inputs and t is not None}
@@ -201,7 +211,7 @@ class SegmentSteps:
         """
         parts = self._rank.parts(m)
         lowered_of = {index: half_of(parts, index, half) for index in order}
-        self._gathered.line_up(self._gathers([self._visit(index, lowered_of[index].early) for index in order]))
+        self._gather(order, lambda index: lowered_of[index].early)
         back = [copies_back(self._writer.cache, returning(parts, index, half), index, m) for index in order]
         self._returning.line_up(stops(order, back))
         self._fetched.line_up(stops(order, [self._fetch(index, m, lowered_of[index].block) for index in order]))
@@ -210,7 +220,7 @@ class SegmentSteps:
         for index in order:
             segment, lowered = self._program.segments[index], lowered_of[index]
             kind = self._program.kinds[segment.kind]
-            for coming in (self._gathered, self._fetched, self._returning, self._handed_back):
+            for coming in (*self._gathered, self._fetched, self._returning, self._handed_back):
                 coming.reach(index)
             if ahead is not None and index == order[-1]:
                 ahead()

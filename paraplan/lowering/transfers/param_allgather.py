@@ -4,8 +4,9 @@ The segments to be passed are divided into groups: as many as it takes until wha
 bundle (`bundle.is_full`). The next group's collectives are issued once this group's have arrived, before its segments
 are run, so they are under way beside them. Small parameters that move alike share a collective, a large one goes alone.
 
-Two uses. For the segments of one action: small parameters, given up by the last segment of the group that reads them; a
-parameter is gathered for each segment that reads it, as the planner prices it, and at most two groups exist at a time.
+Two uses. For the segments of one action: given up by the last segment of the group that reads them; a parameter is
+gathered for each segment that reads it, as the planner prices it, and at most two groups exist at a time. Large ones,
+where the plan gathers them ahead (`Plan.params_ahead`), wait for no others: each segment's are a group (`each_alone`).
 For the segments of a step, in the order in which they first run: stored copies that rest sharded between steps
 (`ParamLayouts.ahead`), which then stay to the step's end, so that more groups may be under way.
 """
@@ -44,6 +45,17 @@ def gather_groups(visits: Sequence[Visit], blocks: ParcelBlocks, most_bytes: int
             key = travels_with(parcel.spec, parcel.path, blocks.mesh_shape)
             together.setdefault(parcel.result if key is None else key, []).append(parcel)
         yield Stop(group[0].segment, tuple(blocks.flight(parcels) for parcels in together.values()))
+
+
+def each_alone(visits: Sequence[Visit], blocks: ParcelBlocks) -> Iterator[Stop]:
+    """Large parameters, one segment's after another's.
+
+    Args:
+        visits: the segments.
+        blocks: that gather.
+    """
+    for visit in visits:
+        yield Stop(visit.segment, tuple(blocks.flight([parcel]) for parcel in visit.parcels))
 
 
 def grouped(visits: Sequence[Visit], mesh_shape: Dims, most_bytes: int) -> list[tuple[Visit, ...]]:

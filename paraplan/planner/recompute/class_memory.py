@@ -35,7 +35,7 @@ MORE = 1
 _BACKWARD = (ActionKind.B, ActionKind.W)
 _OPTIONS = (
     *("num_microbatches", "bundle_bytes", "reducing_bytes", "reduce_every", "sum_products", "hold_casts"),
-    *("delayed_update", "states_ahead", "parted_messages"),
+    *("delayed_update", "params_ahead", "states_ahead", "parted_messages"),
 )
 """What of a plan differs between those of a job that are held against each other, beside its stages and schedule."""
 
