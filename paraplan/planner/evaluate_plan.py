@@ -26,14 +26,14 @@ def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -
         decisions: made for it.
         limit_bytes: that a device may hold.
     """
-    found = _realise(job, decisions)
+    found = as_decided(job, decisions)
     if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found
     if decisions.params_ahead and _gathers(found) and found.peak_bytes > limit_bytes:
-        found = min(found, _realise(job, replace(decisions, params_ahead=False)), key=lambda made: made.peak_bytes)
+        found = min(found, as_decided(job, replace(decisions, params_ahead=False)), key=lambda made: made.peak_bytes)
         if found.peak_bytes <= limit_bytes and not found.over_bytes:
             return found
-    other = _realise(job, lean(decisions))
+    other = as_decided(job, lean(decisions))
     if found.peak_bytes <= limit_bytes and other.peak_bytes <= limit_bytes:
         return other if sum(other.over_bytes.values()) < sum(found.over_bytes.values()) else found
     return other if other.peak_bytes < found.peak_bytes else found
@@ -52,5 +52,10 @@ def _gathers(made: Realised) -> bool:
     return any(block.role is BlockRole.GATHER for program in made.programs for block in program.blocks.values())
 
 
-def _realise(job: Job, decisions: Decisions) -> Realised:
+def as_decided(job: Job, decisions: Decisions) -> Realised:
+    """The plan of these decisions, whether it fits or not.
+
+    Args:
+        job, decisions: as of `realise`.
+    """
     return realised(assemble(job, decisions))

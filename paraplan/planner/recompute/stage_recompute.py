@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,7 +38,7 @@ from paraplan.lowering.blocks.forward import LoweredForward
 from paraplan.lowering.blocks.remat import boundary_values
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.evaluate_plan import realise
+from paraplan.planner.evaluate_plan import as_decided, realise
 from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
 from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.recompute.split_backward import deferred_bytes
@@ -147,7 +147,8 @@ def fit(
 ) -> Fitted | Unfit:
     """A plan with these layouts and splits that fits, recomputing and copying away as little as that takes.
 
-    Recomputing alone and copying alone are tried beside both together, so that allowing more is never worse.
+    Recomputing alone and copying alone are tried beside both together, so that allowing more is never worse; and where
+    all is kept since large parameters are not gathered ahead, recomputing as much as makes room for that.
 
     Args:
         job, decisions: what is planned, and its layouts.
@@ -159,11 +160,18 @@ def fit(
     """
     kept = realise(job, decisions, limit_bytes)
     if kept.peak_bytes <= limit_bytes and not kept.over_bytes and recompute in (None, "none"):
-        return Fitted(kept.plan, kept.simulation, 0.0, peak_instant(kept))
+        fitted = Fitted(kept.plan, kept.simulation, 0.0, peak_instant(kept))
+        if recompute is None and decisions.params_ahead and not kept.plan.params_ahead:
+            made = as_decided(job, decisions)
+            ahead = _fit(job, decisions, limit_bytes, made, options_of(made.plan, None, ()), as_decided)
+            if isinstance(ahead, Fitted) and ahead.simulation.step_s < fitted.simulation.step_s:
+                return ahead
+        return fitted
     ways: list[tuple[str | None, Sequence[str]]] = [(recompute, tiers)]
     if tiers:
         ways += [(recompute, ()), *([("none", tiers)] if recompute is None else [])]
-    found = [_fit(job, decisions, limit_bytes, kept, options_of(kept.plan, *way)) for way in ways]
+    make = partial(realise, limit_bytes=limit_bytes)
+    found = [_fit(job, decisions, limit_bytes, kept, options_of(kept.plan, *way), make) for way in ways]
     plans = [each for each in found if isinstance(each, Fitted)]
     if plans:
         return min(plans, key=lambda each: each.simulation.step_s)
@@ -171,9 +179,14 @@ def fit(
 
 
 def _fit(
-    job: Job, decisions: Decisions, limit_bytes: float, kept: Realised, options: Sequence[tuple[RematOption, ...]]
+    job: Job,
+    decisions: Decisions,
+    limit_bytes: float,
+    kept: Realised,
+    options: Sequence[tuple[RematOption, ...]],
+    make: Callable[[Job, Decisions], Realised],
 ) -> Fitted | Unfit:
-    """As `fit`, of some options; `kept` is the plan that keeps everything."""
+    """As `fit`, of some options; `kept` is the plan that keeps everything, `make` makes others."""
     segments, devices = job.program.segments, decisions.mesh.devices
     rooms = {
         tier: float(job.cluster.room_bytes(tier, devices)) for tier in {o.tier for of in options for o in of} - {""}
@@ -185,7 +198,7 @@ def _fit(
     for _ in range(ROUNDS):
         chosen = [options[segment.kind][at] for segment, at in zip(segments, taken, strict=True)]
         activations = tuple(option.activations for option in chosen)
-        made = realise(job, replace(decisions, activations=activations), limit_bytes) if any(activations) else kept
+        made = make(job, replace(decisions, activations=activations)) if any(activations) else kept
         over = {tier: made.simulation.tier_peak_bytes.get(tier, 0) - room for tier, room in rooms.items()}
         if made.peak_bytes <= limit_bytes and not made.over_bytes:
             extra = sum(option.extra_s + 2 * option.copy_s for option in chosen) * decisions.num_microbatches

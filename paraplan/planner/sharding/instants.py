@@ -6,7 +6,8 @@ At op p of segment i, in one phase, a rank holds
     read; in the backward of a step without microbatches also the gradients of
     every later segment;  +  what segments saved for their backward: those before i, and in the backward what i still
     reads;  +  values of the kind made at or before p and read at or after it;  +  copies in other layouts of values
-    whose readers, in this phase, lie on both sides of p.
+    whose readers, in this phase, lie on both sides of p, those of parameters from the segment's begin on; and where
+    these are gathered ahead, those of the segment after i in the phase.
 
 Which instants matter is only known once a plan is simulated: the rows come one by one, each where the last plan peaked.
 A row is told what the simulation found more than it (workspace, what passes between blocks) and its limit is that much
@@ -15,7 +16,7 @@ lower, so the plan that peaked there does not fit again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,9 @@ def peak_instant(made: Realised) -> Instant | None:
     return Instant(step.segment, origins[-1], Phase.BACKWARD if step.phase is ActionKind.B else Phase.FORWARD)
 
 
-def instant_row(space: Space, program: Program, problem: Formulation, at: Instant, limit: float) -> Row:
+def instant_row(
+    space: Space, program: Program, problem: Formulation, at: Instant, limit: float, ahead: bool = False
+) -> Row:
     """What is alive at an instant, in units of the limit.
 
     Args:
@@ -65,6 +68,7 @@ def instant_row(space: Space, program: Program, problem: Formulation, at: Instan
         problem: the network of the space.
         at: the instant.
         limit: bytes on the device.
+        ahead: whether parameters are gathered a segment ahead.
     """
     held: dict[int, Floats] = {}
     moved: dict[int, Floats] = {}
@@ -93,14 +97,21 @@ def instant_row(space: Space, program: Program, problem: Formulation, at: Instan
     for name in _live(kind, at, roots, needed):
         spec, end = kind.graph.values[name], space.made[kind_index, name]
         hold(end.decider, [space.prices.nbytes(spec, layout) for layout in end.layouts])
-    _copies(space, problem, kind_index, at, limit, moved)
+    for number in (*_copies(space, kind, kind_index, at), *(_ahead(space, program, at) if ahead else ())):
+        factor, copied = problem.factors[number], _copied(space, problem, number) / limit
+        moved[factor] = moved.get(factor, 0.0) + copied
     return Row(f"{kind.name}.{kind.graph.ops[at.position].target}[{at.position}]", 1.0, held, moved)
 
 
 def _fetched(program: Program, at: Instant) -> list[tuple[str, ...]]:
     """What the segment and the one after it in the phase read of parameters."""
-    following = at.segment + (1 if at.phase is Phase.FORWARD else -1)
-    return [program.segments[i].params for i in (at.segment, following) if 0 <= i < len(program.segments)]
+    return [program.segments[i].params for i in (at.segment, *_following(program, at))]
+
+
+def _following(program: Program, at: Instant) -> list[int]:
+    """The segment after it in the phase, if there is one."""
+    index = at.segment + (1 if at.phase is Phase.FORWARD else -1)
+    return [index] if 0 <= index < len(program.segments) else []
 
 
 def _read_from(kind: SegmentKind, at: Instant) -> set[str]:
@@ -126,15 +137,31 @@ def _live(kind: SegmentKind, at: Instant, roots: dict[str, str], needed: set[str
     return list(found)
 
 
-def _copies(space: Space, problem: Formulation, kind: int, at: Instant, limit: float, moved: dict[int, Floats]) -> None:
-    where = {decider: position for (index, position), decider in space.op_decider.items() if index == kind}
+def _copies(space: Space, kind: SegmentKind, index: int, at: Instant) -> Iterator[int]:
+    """Transfers of the segment's own, by number, whose copies are there."""
+    where = {decider: position for (of, position), decider in space.op_decider.items() if of == index}
     for number, transfer in enumerate(space.transfers):
-        if transfer.kind != kind or transfer.phase is not at.phase or transfer.lean:
+        if transfer.kind != index or transfer.phase is not at.phase or transfer.lean:
             continue
         reads = [where.get(end.decider, 1 << 30) for end in transfer.readers if end.decider != transfer.saved]
-        if not min(reads) <= at.position <= max(reads):
-            continue
-        makes, asks = problem.makes[number], problem.asks[number]
-        sizes = [space.prices.nbytes(transfer.spec, want) for want in asks]
-        copies = [[0 if have == want else size for want, size in zip(asks, sizes, strict=True)] for have in makes]
-        moved[problem.factors[number]] = np.array(copies, float) / limit
+        first = -1 if transfer.name in kind.params else min(reads)
+        if first <= at.position <= max(reads):
+            yield number
+
+
+def _ahead(space: Space, program: Program, at: Instant) -> Iterator[int]:
+    """Transfers of the parameters that the segment after it in the phase reads."""
+    for index in _following(program, at):
+        kind = program.segments[index].kind
+        for number, transfer in enumerate(space.transfers):
+            is_its = transfer.kind == kind and transfer.phase is at.phase and not transfer.lean
+            if is_its and transfer.name in program.kinds[kind].params:
+                yield number
+
+
+def _copied(space: Space, problem: Formulation, number: int) -> Floats:
+    """[have, want] bytes of a value in another layout than it is made in."""
+    makes, asks = problem.makes[number], problem.asks[number]
+    sizes = [space.prices.nbytes(space.transfers[number].spec, want) for want in asks]
+    copies = [[0 if have == want else size for want, size in zip(asks, sizes, strict=True)] for have in makes]
+    return np.array(copies, float)

@@ -191,6 +191,7 @@ def solve_mesh(
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
     binds = memory.is_lowered or any(multiplier > 0 for multiplier in found.multipliers)
+    binds |= decided.params_ahead and not made.plan.params_ahead
     if not binds and found.via == "milp":  # which tells no multipliers
         left_s = limits.left_s(time.perf_counter() - began)
         loose = optimise(problem.network, left_s, limits.relative_gap, limits.backend)
