@@ -93,10 +93,9 @@ scales the parameter in place and needs none)."""
 class ParamLayouts(Value, frozen=True, kw_only=True):
     """Where a parameter lives between uses; each a layout in text form on the stage's mesh.
 
-    `stored` is the copy ops read (used layouts are reached from it), `grad` the accumulator each
-    microbatch adds into, `state` the layout the optimizer updates in (gradients are brought there once a
-    step, and the updated parameter goes back to `stored`). ZeRO-3 shards all three, ZeRO-2 the last two,
-    ZeRO-1 the last.
+    `stored` is the copy ops read, `grad` the accumulator each microbatch adds into, `state` what the optimizer updates
+    (gradients are brought there once a step, the updated parameter goes back to `stored`). ZeRO-3 shards all three,
+    ZeRO-2 the last two, ZeRO-1 the last.
 
     With `ahead` the stored copy lies as the state does between steps: it is gathered once a step, while segments before
     its first reader run, and kept until its last. So nobody waits for the gather that would follow an update, and
@@ -111,8 +110,7 @@ class ParamLayouts(Value, frozen=True, kw_only=True):
     tier, in the same storage, and where that has another dtype (float32, under bf16) what comes is cast on arrival.
 
     `grad_tier` is where the gradient waits for its update: "" for where that is done, or the tier of states that come
-    to it, to which it is written as it is made and with which it comes. All of it as one value is `place`.
-    """
+    to it, to which it is written as it is made and with which it comes. All of it as one value is `place`."""
 
     stored: str
     grad: str
@@ -317,20 +315,18 @@ class Plan(Value, frozen=True, kw_only=True):
             collective holds what it reads (a reduce-scatter does); two are under way in any case.
         reduce_every: of how many microbatches of a stage gradients are added up, as they are made, before they are
             brought to the layout they accumulate in (`lowering.steps.microbatch_groups`).
-        sum_products: whether products add the gradients of weights to their sums themselves
-        (`lowering.rewrites.summed_grads`), and make
-            those of halves in float32 where they are to be (`lowering.rewrites.wide_grads`).
+        sum_products: whether products add the gradients of weights to their sums themselves, and make those of halves
+            in float32 where they are to be (`lowering.rewrites`: `summed_grads`, `wide_grads`).
         compiled: whether forward and backward blocks go through torch.compile.
-        reduce_dtype: "fp32" or "bf16": the dtype in which gradients of parameters are summed over the ranks of a mesh,
-            under half precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half
-            precision, those reduced once a step (accumulated whole: ZeRO-0, ZeRO-1) in their accumulators' float32.
-            Accumulators, and what stages that share a parameter exchange, are float32 in any case.
+        reduce_dtype: "fp32" or "bf16": in which gradients of parameters are summed over a mesh's ranks, under half
+            precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half precision,
+            those reduced once a step (ZeRO-0, ZeRO-1) in their accumulators' float32, in which these, and what stages
+            that share a parameter exchange, are in any case.
         hold_casts: whether weights are cast to float8 once a step and held, not in every forward and backward.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
             step's work, and so are one step late (see `lowering.steps.delayed_update`); None: never.
-        params_ahead: whether a large sharded parameter is gathered while the segment before the one that reads it runs,
-            as small ones are in any case (see `lowering.transfers.param_allgather`), so that both segments' are held;
-            else in the block that reads it.
+        params_ahead: whether large sharded parameters are gathered beside the segment before the one that reads them, as
+            small ones are in any case (`lowering.transfers.param_allgather`), and not in the block that does.
         states_ahead: whether the first states that come to their update set out before the last segment's backward, and
             not after it (see `lowering.transfers.streamed_update`).
         parted_messages: whether, of what a stage sends, ranks that hold the same send a part each, which the next stage

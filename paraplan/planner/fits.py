@@ -4,7 +4,8 @@ What a caching allocator reserves is known once a plan is lowered (`cost_models.
 sum that a solver could bound. So the search is for bytes alive, and where more would be reserved for its plan than
 there is, the fastest other plan that it made on the way and for which there is room is kept, and it searches again for
 fewer: as many as would do if as large a share of what is reserved were alive, or, where that is
-too few for any plan, halfway between. That is done on the plan's mesh, which some percent of memory seldom change, in
+too few for any plan, halfway between. A plan that gathers large parameters ahead is looked at without that, too. That
+is done on the plan's mesh, which some percent of memory seldom change, in
 its microbatches and in any, and on all meshes where nothing fits there. All of it shares one time limit, of which the
 first search has a part where later ones may follow; when it is over there are a few more tries, short ones, on the last
 plan's mesh and in its number of microbatches. Where they find nothing, one device's plan is the leanest that is found
@@ -26,7 +27,7 @@ from typing import NoReturn
 
 import msgspec
 
-from paraplan.cost_models.predict import with_reserved
+from paraplan.cost_models.predict import predict, with_reserved
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Certificate, Plan, Prediction
@@ -45,7 +46,7 @@ from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.schedules.full_rounds import programs_of
+from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import find, find_mixed, prepared
 
@@ -151,7 +152,7 @@ def _for_fewer(
     budget = device_budget(job.cluster, constraints)
     near = on_the_same_mesh(constraints, tries[0].plan)
     near = near if near.mesh != constraints.mesh else constraints
-    fitting = _with_room(tries[0], budget)
+    fitting = [*_with_room(tries[0], budget), *_gathering_later(tries[0], budget)]
     rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
     if constraints.microbatches is None and not (fitting and deadline.is_over):
         fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
@@ -177,6 +178,24 @@ def _with_room(first: BestPlan, budget: int) -> list[BestPlan]:
             if needed_bytes(found.plan) <= budget:
                 return [found]
     return []
+
+
+def _gathering_later(found: BestPlan, budget: int) -> list[BestPlan]:
+    """The plan with large parameters gathered where they are read, not before, if allocators have room for that."""
+    if not found.plan.params_ahead or found.plan.certificate is None:
+        return []
+    plan = msgspec.structs.replace(found.plan, params_ahead=False)
+    made = as_a_whole(plan)
+    if made.simulation.step_s == found.step_s:  # nothing was gathered before
+        return []
+    prediction, known = predict(plan, made.programs, made.simulation), found.plan.certificate
+    bound_s = min(known.bound_s, prediction.step_s)
+    certificate = msgspec.structs.replace(
+        known, status="feasible", bound_s=bound_s, gap=1 - bound_s / prediction.step_s
+    )
+    plan = msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
+    later = replace(found, plan=with_reserved(plan, made.programs, budget), others=())
+    return [later] if needed_bytes(later.plan) <= budget else []
 
 
 def _is_worse(fitting: Sequence[BestPlan], first: BestPlan, times: float = WORSE) -> bool:
@@ -227,6 +246,8 @@ class _Rounds:
             plan = self.tries[-1].plan
             if needed_bytes(plan) <= self.budget:
                 return [self.tries[-1]]
+            if later := _gathering_later(self.tries[-1], self.budget):
+                return later
         return []
 
     def _found(self, fewer: Constraints, plan: Plan) -> BestPlan:

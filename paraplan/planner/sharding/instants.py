@@ -6,12 +6,12 @@ At op p of segment i, in one phase, a rank holds
     read; in the backward of a step without microbatches also the gradients of
     every later segment;  +  what segments saved for their backward: those before i, and in the backward what i still
     reads;  +  values of the kind made at or before p and read at or after it;  +  copies in other layouts of values
-    whose readers, in this phase, lie on both sides of p, those of parameters from the segment's begin on; and where
-    these are gathered ahead, those of the segment after i in the phase.
+    whose readers, in this phase, lie on both sides of p, those of parameters from the segment's begin on.
 
 Which instants matter is only known once a plan is simulated: the rows come one by one, each where the last plan peaked.
 A row is told what the simulation found more than it (workspace, what passes between blocks) and its limit is that much
-lower, so the plan that peaked there does not fit again.
+lower, so the plan that peaked there does not fit again. What is gathered ahead for the next segment is not in a row:
+a plan that does not fit with it is tried without.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def peak_instant(made: Realised) -> Instant | None:
     return Instant(step.segment, origins[-1], Phase.BACKWARD if step.phase is ActionKind.B else Phase.FORWARD)
 
 
-def instant_row(
-    space: Space, program: Program, problem: Formulation, at: Instant, limit: float, ahead: bool = False
-) -> Row:
+def instant_row(space: Space, program: Program, problem: Formulation, at: Instant, limit: float) -> Row:
     """What is alive at an instant, in units of the limit.
 
     Args:
@@ -68,7 +66,6 @@ def instant_row(
         problem: the network of the space.
         at: the instant.
         limit: bytes on the device.
-        ahead: whether parameters are gathered a segment ahead.
     """
     held: dict[int, Floats] = {}
     moved: dict[int, Floats] = {}
@@ -97,21 +94,15 @@ def instant_row(
     for name in _live(kind, at, roots, needed):
         spec, end = kind.graph.values[name], space.made[kind_index, name]
         hold(end.decider, [space.prices.nbytes(spec, layout) for layout in end.layouts])
-    for number in (*_copies(space, kind, kind_index, at), *(_ahead(space, program, at) if ahead else ())):
-        factor, copied = problem.factors[number], _copied(space, problem, number) / limit
-        moved[factor] = moved.get(factor, 0.0) + copied
+    for number in _copies(space, kind, kind_index, at):
+        moved[problem.factors[number]] = _copied(space, problem, number) / limit
     return Row(f"{kind.name}.{kind.graph.ops[at.position].target}[{at.position}]", 1.0, held, moved)
 
 
 def _fetched(program: Program, at: Instant) -> list[tuple[str, ...]]:
     """What the segment and the one after it in the phase read of parameters."""
-    return [program.segments[i].params for i in (at.segment, *_following(program, at))]
-
-
-def _following(program: Program, at: Instant) -> list[int]:
-    """The segment after it in the phase, if there is one."""
-    index = at.segment + (1 if at.phase is Phase.FORWARD else -1)
-    return [index] if 0 <= index < len(program.segments) else []
+    following = at.segment + (1 if at.phase is Phase.FORWARD else -1)
+    return [program.segments[i].params for i in (at.segment, following) if 0 <= i < len(program.segments)]
 
 
 def _read_from(kind: SegmentKind, at: Instant) -> set[str]:
@@ -147,16 +138,6 @@ def _copies(space: Space, kind: SegmentKind, index: int, at: Instant) -> Iterato
         first = -1 if transfer.name in kind.params else min(reads)
         if first <= at.position <= max(reads):
             yield number
-
-
-def _ahead(space: Space, program: Program, at: Instant) -> Iterator[int]:
-    """Transfers of the parameters that the segment after it in the phase reads."""
-    for index in _following(program, at):
-        kind = program.segments[index].kind
-        for number, transfer in enumerate(space.transfers):
-            is_its = transfer.kind == kind and transfer.phase is at.phase and not transfer.lean
-            if is_its and transfer.name in program.kinds[kind].params:
-                yield number
 
 
 def _copied(space: Space, problem: Formulation, number: int) -> Floats:

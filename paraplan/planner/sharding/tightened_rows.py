@@ -56,7 +56,7 @@ class MemoryRows:
             limit = max(least - (peak - 1), 1e-9)
             self._totals = tuple(replace(row, limit=limit) for row in self.base)
         else:
-            row = instant_row(self._space, self._job.program, self._problem, at, self._limit, made.plan.params_ahead)
+            row = instant_row(self._space, self._job.program, self._problem, at, self._limit)
             self._instants[at] = _at_peak(self._problem, row, choices, peak, self._instants.get(at))
 
 
