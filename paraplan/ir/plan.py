@@ -325,8 +325,8 @@ class Plan(Value, frozen=True, kw_only=True):
         hold_casts: whether weights are cast to float8 once a step and held, not in every forward and backward.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
             step's work, and so are one step late (see `lowering.steps.delayed_update`); None: never.
-        params_ahead: whether large sharded parameters are gathered beside the segment before the one that reads them, as
-            small ones are in any case (`lowering.transfers.param_allgather`), and not in the block that does.
+        params_ahead: whether large sharded parameters are gathered beside the segment before the one that reads them,
+            as small ones are (`lowering.transfers.param_allgather`), and not in the block that does.
         states_ahead: whether the first states that come to their update set out before the last segment's backward, and
             not after it (see `lowering.transfers.streamed_update`).
         parted_messages: whether, of what a stage sends, ranks that hold the same send a part each, which the next stage
