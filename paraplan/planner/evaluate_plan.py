@@ -29,7 +29,7 @@ def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -
     found = as_decided(job, decisions)
     if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found
-    if decisions.params_ahead and _gathers(found) and found.peak_bytes > limit_bytes:
+    if decisions.params_ahead and gathers(found) and found.peak_bytes > limit_bytes:
         found = min(found, as_decided(job, replace(decisions, params_ahead=False)), key=lambda made: made.peak_bytes)
         if found.peak_bytes <= limit_bytes and not found.over_bytes:
             return found
@@ -47,8 +47,12 @@ def lean(decisions: Decisions) -> Decisions:
     return replace(decisions, bundle_bytes=0, params_ahead=False, params=params)
 
 
-def _gathers(made: Realised) -> bool:
-    """Whether parameters are gathered before the block that reads them."""
+def gathers(made: Realised) -> bool:
+    """Whether parameters are gathered before the block that reads them.
+
+    Args:
+        made: a plan, lowered.
+    """
     return any(block.role is BlockRole.GATHER for program in made.programs for block in program.blocks.values())
 
 

@@ -57,6 +57,7 @@ class PipelineCase:
         orders, schedule: of the pipeline, one rank per position.
         num_run: microbatches that the schedule runs.
         memory: what rank classes need.
+        params_ahead: whether large parameters are gathered ahead.
     """
 
     job: Job
@@ -70,6 +71,7 @@ class PipelineCase:
     schedule: Schedule
     num_run: int
     memory: ClassMemory = field(default_factory=ClassMemory)
+    params_ahead: bool = True
 
     def fits(self, made: Realised) -> bool:
         """Whether no rank, and no tier, holds more than it may."""
@@ -252,7 +254,8 @@ class PipelineCase:
         return realised(self._plan(sharding, bounds, activations, 1))
 
     def _plan(self, sharding: Sharding, bounds: Bounds, activations: Activations, every: int) -> Plan:
-        whole = assemble(self.part, replace(sharding.decisions, activations=activations))
+        decisions = replace(sharding.decisions, activations=activations, params_ahead=self.params_ahead)
+        whole = assemble(self.part, decisions)
         whole = msgspec.structs.replace(whole, reduce_every=every, reducing_bytes=self.budget // ROOM)
         return pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders))
 

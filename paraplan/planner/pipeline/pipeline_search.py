@@ -28,6 +28,7 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.evaluate_plan import gathers
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
 from paraplan.planner.passes.grad_reductions import reducing
@@ -166,6 +167,8 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             here = replace(case, inner=case.inner.placed(rung))
             tried += _with_shardings(here, shardings, start, None if tried else begun, taken)
             fitting = [made for made in tried if case.fits(made)]
+    if not fitting and case.params_ahead and any(map(gathers, tried)):
+        return _fastest(replace(case, params_ahead=False), shardings, start)
     if not fitting:
         raise SolverLimitError(_overflow(case, tried))
     best = min(fitting, key=taken_s)

@@ -19,6 +19,7 @@ from paraplan.report.memory_report import class_told
 from paraplan.report.units import show_ranks
 
 RECOMPUTATION, CHUNKS, UNBUNDLED = "recomputation", "running in chunks", "a collective for every small parameter"
+HERE_READ = "gathering large parameters where they are read"
 ORDERED = "a schedule of ops, executed again or waiting elsewhere"
 STATES, PARAMS = "states", "parameters"
 
@@ -68,7 +69,7 @@ def saving(
         )
         for what, other in others.items()
     ]
-    found = [each for each in found if each.what != UNBUNDLED or each.costs_s > 0]  # else nobody minds
+    found = [each for each in found if each.what not in (UNBUNDLED, HERE_READ) or each.costs_s > 0]  # else nobody minds
     return tuple(sorted(found, key=lambda each: -each.costs_s))
 
 
@@ -97,6 +98,7 @@ def _without(plan: Plan) -> list[tuple[str, Plan]]:
     bundled = msgspec.structs.replace(plan, bundle_bytes=BUNDLE_BYTES)
     ways = [(RECOMPUTATION, _fates(plan, (RECOMPUTE, RERUN))), (CHUNKS, _choices(plan, _whole)), *tiers, *placed]
     found = [(what, other) for what, other in ways if other.stages != plan.stages]
+    found += [] if plan.params_ahead else [(HERE_READ, msgspec.structs.replace(plan, params_ahead=True))]
     return [*found, (UNBUNDLED, bundled)] if plan.bundle_bytes == 0 else found
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from paraplan.cost_models.realised_plan import realised
 from paraplan.ir.execution.rank_program import InstrKind, RankProgram
 from paraplan.ir.plan import Plan
 from paraplan.lowering.blocks import bundle
@@ -81,3 +82,14 @@ def test_what_is_held(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     assert realise(job, decisions, ahead.peak_bytes).plan.params_ahead
     tight = realise(job, decisions, ahead.peak_bytes - 1)
     assert not tight.plan.params_ahead and tight.peak_bytes < ahead.peak_bytes
+
+
+def test_a_pipeline_without_room_for_it(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
+    """Where no plan fits with parameters gathered ahead, one that gathers them where they are read may."""
+    pins = Constraints(pp=2, dp=2, zero=3, microbatches=4, recompute="none", reserve_bytes=0)
+    roomy = search(tiny_gpt2.job(4), pins).plan
+    assert roomy.params_ahead
+    here = realised(msgspec.structs.replace(roomy, params_ahead=False))
+    assert here.peak_bytes < max(roomy.prediction.peak_bytes)
+    tight = search(tiny_gpt2.job(4), msgspec.structs.replace(pins, memory_bytes=here.peak_bytes)).plan
+    assert not tight.params_ahead and max(tight.prediction.peak_bytes) <= here.peak_bytes
