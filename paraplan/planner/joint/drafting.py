@@ -134,7 +134,7 @@ class Drafting:
 
     def start(self, estimate: Estimate, within_s: float) -> Start:
         """What is known of an estimate's pipeline before it is planned."""
-        memory = ClassMemory(self.reserves and estimate.combination.pp > 1)
+        memory = ClassMemory(self.reserves)
         return Start(self._sharding(estimate), estimate.taken, within_s, math.isfinite(estimate.step_s), memory)
 
     def _estimated(self, combination: Combination, budget: int, sharding: Sharding, less_bytes: int) -> Estimate | None:
