@@ -21,8 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
-import networkx as nx
+import numpy as np
+import numpy.typing as npt
+from ortools.graph.python.max_flow import SimpleMaxFlow
 
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import SegmentKind
@@ -32,8 +36,14 @@ from paraplan.planner.sharding.layout_options import storage_roots
 MOST_OPTIONS = 12
 """Of a kind: the hull of a transformer's half block has fewer."""
 
+WHOLE = 1 << 50
+"""What all arcs of a cut problem that may be cut come to together, in the whole numbers that it is solved in."""
+
 MOST_AWAY = 6
 """How many sets of an option's values may be away."""
+
+
+_SOURCE, _SINK = 0, 1
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ def kind_options(
     cuts = _Cuts(kind, op_s, nbytes)
     if pinned is not None:
         return (cuts.option(*(tuple(n for n, of in pinned.items() if of == fate) for fate in (RECOMPUTE, RERUN))),)
-    most, least = cuts.option(()), cuts.cut(1.0 + sum(op_s))
+    most, least = cuts.option(()), cuts.leanest()
     found = {(option.saved_bytes, option.extra_s): option for option in (most, least)}
     pending = [(most, least)]
     while pending and len(found) < MOST_OPTIONS:
@@ -161,6 +171,16 @@ def _below(point: RematOption, high: RematOption, low: RematOption) -> bool:
     return point.extra_s < line - 1e-9 * max(low.extra_s, 1e-12)
 
 
+class _Arcs(NamedTuple):
+    """A network: per arc its ends, and the seconds and bytes that cutting it costs; per op, its node."""
+
+    ops: dict[int, int]
+    tails: npt.NDArray[np.int64]
+    heads: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64]
+    nbytes: npt.NDArray[np.float64]
+
+
 class _Cuts:
     """The cut problem of a kind, solved for one price per byte after another."""
 
@@ -189,23 +209,42 @@ class _Cuts:
             rerun=rerun,
         )
 
+    def leanest(self) -> RematOption:
+        """The least of bytes, and of seconds among those: at a price at which the least that two sets of values differ
+        by costs more than all ops."""
+        nbytes = [int(each) for each in self._arcs.nbytes if each]
+        return self.cut((2 * sum(self.op_s) or 1.0) / math.gcd(*nbytes)) if nbytes else self.option(())
+
     def cut(self, price: float) -> RematOption:
         """The least of seconds + price · bytes."""
-        ops = self.kind.graph.ops
-        graph = nx.DiGraph()
+        arcs = self._arcs
+        costs = arcs.seconds + price * arcs.nbytes
+        bounded = np.isfinite(costs)
+        scale = WHOLE / (float(costs[bounded].sum()) or 1.0)
+        capacities = np.where(bounded, np.rint(np.where(bounded, costs, 0.0) * scale), WHOLE + len(costs))
+        flow = SimpleMaxFlow()
+        flow.add_arcs_with_capacity(arcs.tails, arcs.heads, capacities.astype(np.int64))
+        if flow.solve(_SOURCE, _SINK) != flow.OPTIMAL:
+            raise AssertionError(f"no minimum cut of {self.kind.name} was found")
+        again = set(flow.get_sink_side_min_cut())
+        return self.option(
+            tuple(out for out, index in self.makers.items() if arcs.ops[index] in again and out in self.allowed)
+        )
+
+    @cached_property
+    def _arcs(self) -> _Arcs:
+        """The network: what is cut costs the seconds, and so much a byte."""
+        graph, found = self.kind.graph, list[tuple[int, int, float, int]]()
+        ops = {index: 2 + at for at, index in enumerate(self.forward)}
+        values = {name: 2 + len(ops) + at for at, name in enumerate(self.makers)}
+        wanted = read_by_backward(self.kind)
         for index in self.forward:
-            outs = [out for out in ops[index].outs if out is not None]
+            outs = [out for out in graph.ops[index].outs if out is not None]
             once = not self.allowed.issuperset(outs)
-            graph.add_edge("s", index, **({} if once else {"capacity": self.op_s[index]}))
-            for out in outs:
-                graph.add_edge(index, out, capacity=price * self.nbytes.get(out, 0))
-            for name in ops[index].tensors:
-                if name in self.makers and name not in self.free:
-                    graph.add_edge(name, index)
-        for name in sorted(read_by_backward(self.kind)):
-            if name in self.makers and name not in self.free:
-                graph.add_edge(name, "t")
-        if "t" not in graph:
-            return self.option(())
-        _, (_, again) = nx.minimum_cut(graph, "s", "t")
-        return self.option(tuple(out for out, index in self.makers.items() if index in again and out in self.allowed))
+            found.append((_SOURCE, ops[index], math.inf if once else self.op_s[index], 0))
+            found += [(ops[index], values[out], 0.0, self.nbytes.get(out, 0)) for out in outs]
+            read = [name for name in graph.ops[index].tensors if name in self.makers and name not in self.free]
+            found += [(values[name], ops[index], math.inf, 0) for name in read]
+        found += [(values[n], _SINK, math.inf, 0) for n in self.makers if n in wanted and n not in self.free]
+        tails, heads, seconds, nbytes = (np.array(column) for column in zip(*found, strict=True))
+        return _Arcs(ops, tails, heads, seconds.astype(float), nbytes.astype(float))
