@@ -26,18 +26,15 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from ortools.graph.python.max_flow import SimpleMaxFlow
 
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import SegmentKind
 from paraplan.lowering.blocks.remat import RECOMPUTE, RERUN, read_by_backward, recomputable, remat_of
 from paraplan.planner.sharding.layout_options import storage_roots
+from paraplan.planner.solvers.min_cut import sink_side
 
 MOST_OPTIONS = 12
 """Of a kind: the hull of a transformer's half block has fewer."""
-
-WHOLE = 1 << 50
-"""What all arcs of a cut problem that may be cut come to together, in the whole numbers that it is solved in."""
 
 MOST_AWAY = 6
 """How many sets of an option's values may be away."""
@@ -218,15 +215,7 @@ class _Cuts:
     def cut(self, price: float) -> RematOption:
         """The least of seconds + price · bytes."""
         arcs = self._arcs
-        costs = arcs.seconds + price * arcs.nbytes
-        bounded = np.isfinite(costs)
-        scale = WHOLE / (float(costs[bounded].sum()) or 1.0)
-        capacities = np.where(bounded, np.rint(np.where(bounded, costs, 0.0) * scale), WHOLE + len(costs))
-        flow = SimpleMaxFlow()
-        flow.add_arcs_with_capacity(arcs.tails, arcs.heads, capacities.astype(np.int64))
-        if flow.solve(_SOURCE, _SINK) != flow.OPTIMAL:
-            raise AssertionError(f"no minimum cut of {self.kind.name} was found")
-        again = set(flow.get_sink_side_min_cut())
+        again = sink_side(arcs.tails, arcs.heads, arcs.seconds + price * arcs.nbytes, _SOURCE, _SINK)
         return self.option(
             tuple(out for out, index in self.makers.items() if arcs.ops[index] in again and out in self.allowed)
         )
