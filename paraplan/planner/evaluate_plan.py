@@ -15,6 +15,7 @@ import msgspec
 
 from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.execution.rank_program import BlockRole
+from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job, assemble
 
 
@@ -45,6 +46,16 @@ def lean(decisions: Decisions) -> Decisions:
         msgspec.structs.replace(layouts, ahead=layouts.ahead and decisions.fixed) for layouts in decisions.params
     )
     return replace(decisions, bundle_bytes=0, params_ahead=False, params=params)
+
+
+def gave_up(plan: Plan, decisions: Decisions) -> bool:
+    """Whether a plan of these decisions is a leaner one: without what `realise` gives up to fit.
+
+    Args:
+        plan: what `realise` made.
+        decisions: of which.
+    """
+    return plan.params_ahead != decisions.params_ahead or plan.bundle_bytes != decisions.bundle_bytes
 
 
 def gathers(made: Realised) -> bool:

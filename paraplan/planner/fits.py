@@ -2,11 +2,11 @@
 
 What a caching allocator reserves is known once a plan is lowered (`cost_models.simulator.allocator_replay`) and is no
 sum that a solver could bound. So the search is for bytes alive, and where more would be reserved for its plan than
-there is, the fastest other plan that it made on the way and for which there is room is kept, and it searches again for
-fewer: as many as would do if as large a share of what is reserved were alive, or, where that is
-too few for any plan, halfway between. A plan that gathers large parameters ahead is looked at without that, too. That
-is done on the plan's mesh, which some percent of memory seldom change, in
-its microbatches and in any, and on all meshes where nothing fits there. All of it shares one time limit, of which the
+there is, the fastest other plan that it made on the way and for which there is room is kept; of one stage, it itself
+recomputes more until there is (`one_stage.refitted`), and gathers no large parameters ahead; and it searches again for
+fewer: as many as would do if as large a share of what is reserved were alive, or, where that is too few for any plan,
+halfway between. That is done on the plan's mesh, which some percent of memory seldom change, in its microbatches and in
+any, and on all meshes where nothing fits there. All of it shares one time limit, of which the
 first search has a part where later ones may follow; when it is over there are a few more tries, short ones, on the last
 plan's mesh and in its number of microbatches. Where they find nothing, one device's plan is the leanest that is found
 (`planner.passes.leanest`), if that fits.
@@ -18,6 +18,7 @@ what is certified. That nothing is found within a lower budget proves nothing ab
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
+from paraplan.planner.one_stage.refitted import refitted
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -62,6 +64,9 @@ OTHERS = 4
 """Plans made on the way that are looked at."""
 WORSE = 1.2
 """How much slower than the first a plan may be for no other to be searched."""
+REFITS, REFIT_STEP = 5, 0.02
+"""How often the first plan is to recompute more; of the budget, by how much at least, times how often it has been: what
+is reserved is no steady function of what is alive."""
 EACH = 0.2
 """Of the time, what a search for fewer bytes has at least."""
 _NEAR = 200
@@ -153,6 +158,7 @@ def _for_fewer(
     near = on_the_same_mesh(constraints, tries[0].plan)
     near = near if near.mesh != constraints.mesh else constraints
     fitting = [*_with_room(tries[0], budget), *_gathering_later(tries[0], budget)]
+    fitting += _refitted(job, constraints, tries[0], budget, deadline, progress)
     rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
     if constraints.microbatches is None and not (fitting and deadline.is_over):
         fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
@@ -160,6 +166,7 @@ def _for_fewer(
         fitting += rounds.fitting(near)
     if near is not constraints and _is_worse(fitting, tries[0]):
         fitting += rounds.fitting(constraints)
+    fitting = fitting or _with_room(tries[0], budget, math.inf)
     if fitting:
         best = min(fitting, key=lambda each: _predicted(each.plan).step_s)
         return _last_of([*(each for each in tries if each is not best), best])
@@ -168,15 +175,35 @@ def _for_fewer(
     raise SolverLimitError(said(why), lambda: said(why and why.explained()))
 
 
-def _with_room(first: BestPlan, budget: int) -> list[BestPlan]:
+def _with_room(first: BestPlan, budget: int, worse: float = WORSE) -> list[BestPlan]:
     """The fastest of the other plans made on the way for which allocators have room, if there is one among those that
-    come near the best's step."""
-    near = [draft for draft in first.others if draft.step_s <= WORSE * first.step_s]
-    for draft in near[:OTHERS]:
+    come near the best's step; of however many, where they need not."""
+    near = [draft for draft in first.others if draft.step_s <= worse * first.step_s]
+    for draft in near if math.isinf(worse) else near[:OTHERS]:
         with suppress(NoPlanError, ConstraintError):
             found = _with_reserved(BestPlan(draft.made(), 0.0, 0.0), budget)
             if needed_bytes(found.plan) <= budget:
                 return [found]
+    return []
+
+
+def _refitted(
+    job: Job, constraints: Constraints, first: BestPlan, budget: int, deadline: Deadline, progress: Progress
+) -> list[BestPlan]:
+    """The plan of one stage with as much more made again as allocators need to have room for it."""
+    found, allowed = first, budget
+    for again in range(REFITS):
+        if again and deadline.is_over:
+            break
+        over = max(needed_bytes(found.plan) - budget, int(REFIT_STEP * (again + 1) * budget))
+        progress(f"{say_size(needed_bytes(found.plan))} would be reserved of {say_size(budget)}; recomputing more")
+        allowed = min(max(_predicted(found.plan).peak_bytes), allowed) - over
+        plan = refitted(job, found.plan, constraints, allowed, deadline.share_s(0.5)) if allowed > 0 else None
+        if plan is None:
+            return []
+        found = _with_reserved(replace(first, plan=plan, others=()), budget)
+        if needed_bytes(found.plan) <= budget:
+            return [found]
     return []
 
 

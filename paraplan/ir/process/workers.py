@@ -121,8 +121,9 @@ class Workers:
                     found[index] = process.answer(pickle.dumps((function, tasks[index])))
                 except (OSError, EOFError, ValueError, pickle.PickleError):
                     process.end()
-                    self._processes.remove(process)
-                    self.lost += 1
+                    if process in self._processes:  # else closed
+                        self._processes.remove(process)
+                        self.lost += 1
                     return
 
     @property

@@ -198,22 +198,25 @@ class JointSearch:
         return plan
 
     def _plan_usual(self, one_stage: OneStage) -> None:
-        """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster."""
+        """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
+        does not fit, the others may recompute, if one stage has few meshes: there it takes a second."""
         n = self.job.cluster.num_devices
         pinned = self.constraints.schedule is not None or self.constraints.recompute is not None
         if pinned or not self._meshes_free or self.job.program.batch_size % n:
             return
 
-        def fits(zero: int) -> bool:
-            pins = msgspec.structs.replace(self.constraints, dp=n, zero=zero, recompute="none")
+        def fits(zero: int, recompute: str | None = "none") -> bool:
+            pins = msgspec.structs.replace(self.constraints, dp=n, zero=zero, recompute=recompute)
             late = self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
             return not late and self._try(f"dp={n} zero={zero}", pins, partial(one_stage, pins, False)) is not None
 
         if fits(1):
             fits(0)
             fits(2)
-        elif fits(3):  # which holds least
-            fits(2)
+            return
+        recompute = None if len(candidate_meshes(self.job, self.constraints)) <= MESHES else "none"
+        if fits(3, recompute):  # which holds least
+            fits(2, recompute)
 
     def _plan_promising(self, estimates: Sequence[Estimate]) -> None:
         """Plan estimated combinations, the most promising first, until no other promises to be faster.

@@ -2,8 +2,10 @@
 
 Layouts are chosen as if activations took no memory, for any of them may be recomputed; then the segments recompute as
 little as makes the plan fit (`stage.fit`). Where recomputing everything inside segments is not enough, layouts get that
-much less memory and are chosen again. The search puts the outcome beside the best plan that keeps every activation, so
-a plan is never worse for having been offered recomputation.
+much less memory, and no more than some of what they kept, and are chosen again. Layouts that keep less leave more room
+for activations, so as long as something is made again, ever leaner ones are chosen and fitted too, until two of them in
+a row are no faster. The search puts the outcome beside the best plan that keeps every activation, so a plan is never
+worse for having been offered recomputation.
 
 What is proved: activations left out, the sharding problem is a relaxation of the joint one, so its bound on the step
 holds for every plan that keeps or recomputes. The layouts chosen for free activations need not be the best for those
@@ -13,7 +15,8 @@ kept in part: that is a heuristic, whose distance from the bound the certificate
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paraplan.ir.errors import InfeasibleError, SolverLimitError
@@ -28,7 +31,8 @@ from paraplan.planner.recompute.split import fit_split, what_splitting_gives, wo
 from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
 from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
 from paraplan.planner.sharding.instants import peak_instant
-from paraplan.planner.sharding.network.optimise import optimise
+from paraplan.planner.sharding.network.cost_network import Network, Row
+from paraplan.planner.sharding.network.optimise import Optimum, optimise
 from paraplan.planner.sharding.proof.exposed import proof_network
 from paraplan.planner.sharding.proof.step_bound import step_bound
 from paraplan.planner.sharding.solve import (
@@ -47,6 +51,8 @@ from paraplan.planner.solvers.milp import Status
 
 ROUNDS = 6
 """Layouts tried with less and less memory."""
+LEANER, IN_VAIN = 0.7, 2
+"""Of what layouts keep, what the next leaner ones may; how many in a row may be no faster until no others are tried."""
 
 
 def solve_with_recomputation(
@@ -66,32 +72,32 @@ def solve_with_recomputation(
     network = formulation.network
     base = memory_rows(space, limits.memory_bytes, activations=False)
     rows, solve_s = base, 0.0
+    layouts = _Layouts(job, mesh, num_microbatches, constraints, limits, space, network, began)
     closest: tuple[Decisions, Unfit] | None = None
     on_mesh = f"{say_size(limits.memory_bytes)} per device on mesh {mesh.shape}"
     not_found = partial(_not_found, job, mesh, constraints, limits)
     for attempt in range(ROUNDS):
         if attempt and time.perf_counter() - began > LATE * limits.time_s:
             raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
-        problem = with_rows(network, (*rows, *tier_rows(space)))
-        found = optimise(problem, limits.left_s(time.perf_counter() - began), limits.relative_gap, limits.backend)
+        found = layouts.chosen(rows)
         solve_s += found.solve_s
         if found.choices is None:
             if found.status is Status.INFEASIBLE and attempt == 0:
                 raise InfeasibleError(f"no sharding fits {on_mesh}", partial(_too_small, job, space, mesh, limits))
             raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
-        choices = found.choices[: len(space.deciders)]
-        check_objective(space, choices, found)
-        decisions = decisions_of(job, space, mesh, num_microbatches, choices, bool(constraints.params))
-        fitted = _recomputing(job, decisions, constraints, limits.memory_bytes, began + limits.time_s)
+        decisions = layouts.decisions(found)
+        fitted = layouts.fitted(decisions)
         if isinstance(fitted, Fitted):
             break
         if closest is None or fitted.peak_bytes < closest[1].peak_bytes:
             closest = decisions, fitted
-        over = fitted.peak_bytes / limits.memory_bytes - 1
-        rows = tuple(replace(row, limit=max(row.limit - over, 1e-9)) for row in rows)
+        over, kept = fitted.peak_bytes / limits.memory_bytes - 1, LEANER * layouts.kept(base, found)
+        rows = tuple(replace(row, limit=max(min(row.limit - over, kept), 1e-9)) for row in rows)
     else:
         raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
-    work = problem.work(found.choices)
+    found, fitted = layouts.leaner(base, found, fitted)
+    assert found.choices is not None
+    work = network.work(found.choices)
     started = time.perf_counter()
     bound_s = 0.0
     if limits.certify:
@@ -102,6 +108,70 @@ def solve_with_recomputation(
     return Candidate(
         fitted.plan, fitted.simulation, float(work.sum()) + fitted.extra_s, bound_s, "feasible", solve_s, True
     )
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """Layouts of a mesh, chosen as if activations took no memory, and what they have to recompute.
+
+    Attributes:
+        job, mesh, num_microbatches, constraints, limits: as of `solve_with_recomputation`.
+        space, network: the problem.
+        began: when (`time.perf_counter`).
+    """
+
+    job: Job
+    mesh: Mesh
+    num_microbatches: int
+    constraints: Constraints
+    limits: SolveLimits
+    space: Space
+    network: Network
+    began: float
+
+    def chosen(self, rows: Sequence[Row]) -> Optimum:
+        """Of least work under some rows of memory."""
+        problem = with_rows(self.network, (*rows, *tier_rows(self.space)))
+        left_s = self.limits.left_s(time.perf_counter() - self.began)
+        return optimise(problem, left_s, self.limits.relative_gap, self.limits.backend)
+
+    def decisions(self, found: Optimum) -> Decisions:
+        """What was chosen."""
+        assert found.choices is not None
+        choices = found.choices[: len(self.space.deciders)]
+        check_objective(self.space, choices, found)
+        fixed = bool(self.constraints.params)
+        return decisions_of(self.job, self.space, self.mesh, self.num_microbatches, choices, fixed)
+
+    def fitted(self, decisions: Decisions) -> Fitted | Unfit:
+        """With as little recomputed as fits."""
+        stop = self.began + self.limits.time_s
+        return _recomputing(self.job, decisions, self.constraints, self.limits.memory_bytes, stop)
+
+    def kept(self, base: Sequence[Row], found: Optimum) -> float:
+        """What layouts keep, of what a device may hold."""
+        assert found.choices is not None
+        return float(with_rows(self.network, tuple(base)).activity(found.choices).max())
+
+    def leaner(self, base: Sequence[Row], found: Optimum, fitted: Fitted) -> tuple[Optimum, Fitted]:
+        """The fastest of what was found and of layouts that keep less and less."""
+        best, in_vain, last = (found, fitted), 0, found
+        if self.constraints.recompute is not None and not self.constraints.tiers:  # the same, whatever room there is
+            return best
+        while in_vain < IN_VAIN and best[1].extra_s > 0 and self._has_time:
+            kept = LEANER * self.kept(base, last)
+            last = self.chosen([replace(row, limit=min(row.limit, kept)) for row in base])
+            if last.choices is None:
+                break
+            other = self.fitted(self.decisions(last))
+            in_vain += 1
+            if isinstance(other, Fitted) and other.simulation.step_s < best[1].simulation.step_s:
+                best, in_vain = (last, other), 0
+        return best
+
+    @property
+    def _has_time(self) -> bool:
+        return time.perf_counter() - self.began < self.limits.time_s
 
 
 def _recomputing(

@@ -38,7 +38,7 @@ from paraplan.lowering.blocks.forward import LoweredForward
 from paraplan.lowering.blocks.remat import boundary_values
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job
-from paraplan.planner.evaluate_plan import as_decided, realise
+from paraplan.planner.evaluate_plan import as_decided, gave_up, realise
 from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
 from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.recompute.split_backward import deferred_bytes
@@ -148,7 +148,7 @@ def fit(
     """A plan with these layouts and splits that fits, recomputing and copying away as little as that takes.
 
     Recomputing alone and copying alone are tried beside both together, so that allowing more is never worse; and where
-    all is kept since large parameters are not gathered ahead, recomputing as much as makes room for that.
+    what fits gave up bundles or gathers ahead (`evaluate_plan`), recomputing as much as makes room for these.
 
     Args:
         job, decisions: what is planned, and its layouts.
@@ -158,24 +158,25 @@ def fit(
     Returns:
         The plan; or, where even the leanest is not enough, the one that peaks lowest.
     """
-    kept = realise(job, decisions, limit_bytes)
-    if kept.peak_bytes <= limit_bytes and not kept.over_bytes and recompute in (None, "none"):
-        fitted = Fitted(kept.plan, kept.simulation, 0.0, peak_instant(kept))
-        if recompute is None and decisions.params_ahead and not kept.plan.params_ahead:
-            made = as_decided(job, decisions)
-            ahead = _fit(job, decisions, limit_bytes, made, options_of(made.plan, None, ()), as_decided)
-            if isinstance(ahead, Fitted) and ahead.simulation.step_s < fitted.simulation.step_s:
-                return ahead
-        return fitted
+    kept, making = realise(job, decisions, limit_bytes), partial(realise, limit_bytes=limit_bytes)
     ways: list[tuple[str | None, Sequence[str]]] = [(recompute, tiers)]
     if tiers:
         ways += [(recompute, ()), *([("none", tiers)] if recompute is None else [])]
-    make = partial(realise, limit_bytes=limit_bytes)
-    found = [_fit(job, decisions, limit_bytes, kept, options_of(kept.plan, *way), make) for way in ways]
+    found: list[Fitted | Unfit]
+    if kept.peak_bytes <= limit_bytes and not kept.over_bytes and recompute in (None, "none"):
+        found = [Fitted(kept.plan, kept.simulation, 0.0, peak_instant(kept))]
+    else:
+        found = [_fit(job, decisions, limit_bytes, kept, options_of(kept.plan, *way), making) for way in ways]
     plans = [each for each in found if isinstance(each, Fitted)]
-    if plans:
-        return min(plans, key=lambda each: each.simulation.step_s)
-    return min((each for each in found if isinstance(each, Unfit)), key=lambda each: each.peak_bytes)
+    if not plans:
+        return min((each for each in found if isinstance(each, Unfit)), key=lambda each: each.peak_bytes)
+    best = min(plans, key=lambda each: each.simulation.step_s)
+    if gave_up(best.plan, decisions) and (recompute is None or tiers):
+        made = as_decided(job, decisions)
+        roomier = _fit(job, decisions, limit_bytes, made, options_of(made.plan, *ways[0]), as_decided)
+        if isinstance(roomier, Fitted) and roomier.simulation.step_s < best.simulation.step_s:
+            return roomier
+    return best
 
 
 def _fit(

@@ -20,7 +20,7 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.decision_classes import grad_classes
-from paraplan.planner.evaluate_plan import realise
+from paraplan.planner.evaluate_plan import gave_up, realise
 from paraplan.planner.sharding.build_space import build_space
 from paraplan.planner.sharding.formulate import (
     Formulation,
@@ -191,7 +191,7 @@ def solve_mesh(
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
     binds = memory.is_lowered or any(multiplier > 0 for multiplier in found.multipliers)
-    binds |= decided.params_ahead and not made.plan.params_ahead
+    binds |= gave_up(made.plan, decided)
     if not binds and found.via == "milp":  # which tells no multipliers
         left_s = limits.left_s(time.perf_counter() - began)
         loose = optimise(problem.network, left_s, limits.relative_gap, limits.backend)

@@ -1,0 +1,42 @@
+"""A plan of one stage within fewer bytes: in its own layouts, with more made again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from paraplan.ir.plan import Plan
+from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
+from paraplan.planner.assemble import Job, decided
+from paraplan.planner.certificate import certified
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.passes.quickened import quickened
+from paraplan.planner.recompute.split import fit_split, work_s
+from paraplan.planner.recompute.stage_recompute import Unfit
+from paraplan.planner.sharding.solve import Candidate, SolveLimits
+
+
+def refitted(job: Job, plan: Plan, constraints: Constraints, limit_bytes: int, within_s: float) -> Plan | None:
+    """The plan with as much recomputed as makes it fit, of which nothing is proved; None where that is not enough, and
+    where what it recomputes is not free.
+
+    Args:
+        job: what was planned.
+        plan: priced.
+        constraints: under which it was.
+        limit_bytes: that a device may hold.
+        within_s: seconds after which no faster one is looked for.
+    """
+    pinned = constraints.recompute is not None or plan.memory_actions is not None
+    if len(plan.stages) > 1 or pinned or constraints.tiers:
+        return None
+    job = replace(job, program=plan.program, compiled=plan.compiled, reduce_dtype=plan.reduce_dtype)
+    fixed = bool(constraints.params)
+    known = decided(plan, plan.stages[0].mesh)
+    decisions = replace(known, bundle_bytes=BUNDLE_BYTES, params_ahead=True, fixed=fixed)
+    found = fit_split(job, decisions, limit_bytes, (), time.perf_counter() + within_s)
+    if isinstance(found, Unfit):
+        return None
+    candidate = Candidate(found.plan, found.simulation, work_s(found.simulation), 0.0, "feasible", 0.0, True)
+    limits = SolveLimits(time_s=within_s, memory_bytes=limit_bytes, certify=False)
+    return certified(quickened(candidate, limits, constraints), 0.0, 1)
