@@ -180,9 +180,7 @@ def test_another_plan_of_the_search_has_room(monkeypatch: pytest.MonkeyPatch) ->
     found = search_room(job(memory), Constraints(dp=2, recompute="none")).plan
     assert found.num_microbatches == 2 and needed_bytes(found) <= memory
     assert any("would be reserved, of this one" in note for note in found.notes)
-    monkeypatch.setattr(
-        room_module, "OTHERS", 1
-    )  # the first, which does not fit either: once nothing else is found, all
+    monkeypatch.setattr(room_module, "OTHERS", 1)  # the first, which does not fit: at last all are looked at
     assert search_room(job(memory), Constraints(dp=2, recompute="none")).plan.num_microbatches == 2
     monkeypatch.setattr(room_module, "WORSE", 1.0)
     assert search_room(job(memory), Constraints(dp=2, recompute="none")).plan.num_microbatches == 2, "however slow"

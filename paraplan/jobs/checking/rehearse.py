@@ -1,10 +1,11 @@
-"""A plan's steps in this process, all ranks of it, held against one device: a check without a cluster."""
+"""A plan's steps in this process, on the CPU, all ranks of it, held against one device: a check without a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +47,7 @@ def rehearse(
     """
     _check_batches(batches)
     check_model(plan, model)
+    programs = [_anywhere(program) for program in programs]
     trainer = InProcessTrainer(plan, programs, [build_modules(program) for program in programs], model, seed)
     trainer.record = False
     cls, extra = OPTIMIZER_CLASSES[plan.optimizer.name]
@@ -65,6 +67,15 @@ def rehearse(
         single.compare(tensors, None, value, grads, state, state)
         single.errors.raise_failure()
     return single.errors
+
+
+def _anywhere(program: RankProgram) -> RankProgram:
+    """The program on reference kernels: those of GPUs run nowhere else."""
+    blocks = {
+        name: msgspec.structs.replace(block, instrs=tuple(msgspec.structs.replace(i, kernel="") for i in block.instrs))
+        for name, block in program.blocks.items()
+    }
+    return msgspec.structs.replace(program, blocks=blocks)
 
 
 def _check_batches(batches: object) -> None:
