@@ -114,7 +114,7 @@ def test_what_has_nothing_to_do_with_degrees_stays_pinned(roomy: pp.Plan, tight:
 def test_why_not_contradicts(roomy: pp.Plan) -> None:
     other = pp.explain(roomy, {"tp": 2, "pp": 2}, time_limit_s=10).why_not
     assert other is not None and other.verdict == "contradicts"
-    assert other.said == "tp=2 does not divide the cluster's 1 devices"
+    assert other.said == "tp=2 does not divide the 1 devices that pp=2 leaves a stage of 2"
 
 
 def test_why_not_does_not_fit_and_how_much_is_over(roomy: pp.Plan) -> None:

@@ -54,7 +54,8 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     if c.pp is None:
         _check_free_pp(c, num_devices)
         return c
-    num_devices = _stage_devices(c, num_devices)
+    whole, num_devices = num_devices, _stage_devices(c, num_devices)
+    left = f" that pp={c.pp} leaves a stage of {whole}" if c.pp > 1 else ""
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
     if c.sp and (c.tp is None or c.tp < 2):
         raise ConstraintError("sp needs a tensor-parallel axis to share: give tp of at least 2 as well")
@@ -69,14 +70,16 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
             raise ConstraintError(f"mesh={c.mesh} together with {given}: give the mesh or the degrees, not both")
         product = math.prod(c.mesh)
         if product != num_devices:
-            raise ConstraintError(f"mesh={c.mesh} has {product} places for {num_devices} devices")
+            raise ConstraintError(f"mesh={c.mesh} has {product} places for {num_devices} devices{left}")
     product = math.prod(degrees.values())
     if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
         given = " times ".join(f"{name}={size}" for name, size in degrees.items())
-        raise ConstraintError(f"{given} is {product}, the cluster has {num_devices} devices")
+        has = f"there are {num_devices} devices{left}" if left else f"the cluster has {num_devices} devices"
+        raise ConstraintError(f"{given} is {product}, {has}")
     for name, size in degrees.items():
         if num_devices % size:
-            raise ConstraintError(f"{name}={size} does not divide the cluster's {num_devices} devices")
+            whose = "the" if left else "the cluster's"
+            raise ConstraintError(f"{name}={size} does not divide {whose} {num_devices} devices{left}")
     dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")

@@ -37,7 +37,7 @@ def test_everything_is_told_in_order(command: Any, plan_file: Path) -> None:
 def test_a_contradiction_is_an_answer(command: Any, plan_file: Path) -> None:
     outcome = command("explain", "plan.json", "--why-not", "tp=2,pp=2", "--time-limit", "5")
     assert outcome.code == 0, outcome.err
-    assert "it is a contradiction: tp=2 does not divide the cluster's 1 devices" in outcome.out
+    assert "it is a contradiction: tp=2 does not divide the 1 devices that pp=2 leaves a stage of 2" in outcome.out
     assert "no longer pinned, as for this plan: dp=2" in outcome.out
 
 

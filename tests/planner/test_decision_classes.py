@@ -59,6 +59,9 @@ def test_gradients_that_meet_share_a_class(tiny_stacks) -> None:  # type: ignore
         (Constraints(dp=2, tp=4), "dp=2 times tp=4 is 8, the cluster has 4"),
         (Constraints(dp=3), "dp=3 does not divide"),
         (Constraints(tp=8), "tp=8 does not divide"),
+        (Constraints(pp=2, dp=4), "dp=4 does not divide the 2 devices that pp=2 leaves a stage of 4"),
+        (Constraints(pp=2, mesh=(4,)), "4 places for 2 devices that pp=2 leaves a stage of 4"),
+        (Constraints(pp=2, dp=2, tp=2), "is 4, there are 2 devices that pp=2 leaves a stage of 4"),
     ],
 )
 def test_contradictions_are_refused(constraints: Constraints, message: str) -> None:
