@@ -16,7 +16,8 @@ import msgspec
 
 from paraplan.cost_models.predict import with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
-from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.execution.rank_program import InstrKind
+from paraplan.ir.machine.mesh import Mesh, R, parse_layout
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.plan_words import plan_words
 from paraplan.ir.process.garbage import seldom_collected
@@ -110,7 +111,7 @@ def find(
     if any(each.pp > 1 for each in listed) or constraints.pp not in (None, 1):
         best, *others = _pipelines_of(job, constraints, listed, deadline, progress, certify, reserves)
         plan = best.made()
-        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan)))
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan), *_alike_note(plan)))
         return BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(others))
     constraints = msgspec.structs.replace(constraints, pp=1)
     limits = SolveLimits(
@@ -124,6 +125,7 @@ def find(
     if constraints.delayed_update is not None:
         solved.found = [placed(candidate, limits, constraints) for candidate in solved.found]
     plan = _fastest(solved, limits, constraints, unpriced)
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_alike_note(plan)))
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
     return BestPlan(plan, sum(candidate.solve_s for candidate in solved.found), deadline.passed_s)
@@ -184,6 +186,21 @@ def _fastest(solved: _Solved, limits: SolveLimits, constraints: Constraints, unp
         plan,
         notes=(*notes, *places_note(best, found, faults, constraints)),
         tried=_tried(plan, found, solved.failures, solved.skipped),
+    )
+
+
+def _alike_note(plan: Plan) -> tuple[str, ...]:
+    """That dividing the work does not pay, where every device does all of it."""
+    (stage, *more), devices = plan.stages, plan.cluster.num_devices
+    layouts = [*stage.batch.values(), *(text for p in stage.params.values() for text in (p.stored, p.grad, p.state))]
+    if devices == 1 or more or any(place != R for text in layouts for place in parse_layout(text)):
+        return ()
+    blocks = [block for program in lower(plan) for block in program.blocks.values()]
+    if any(instr.kind is InstrKind.COLLECTIVE for block in blocks for instr in block.instrs):
+        return ()
+    return (
+        f"each of the {devices} devices does all of the work, as one alone would: over these links whatever divides it "
+        "takes longer; use one device, or devices with faster links",
     )
 
 

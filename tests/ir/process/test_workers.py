@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,3 +86,13 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=120)
     assert run.stdout == "once\n[1, 2, 3, 4, 5]\n" and run.stderr == ""
+
+
+def test_what_is_under_way_when_they_are_closed_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    with _workers(1) as workers:
+        answer = workers.begin(slow, (7,), base(100))
+        workers.close()
+        assert answer() == (107, os.getpid())
+    assert not said and workers.lost == 0

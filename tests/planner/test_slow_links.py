@@ -1,0 +1,46 @@
+"""Where links make every plan slower than one device, one device's plan is given, and that it is one is said."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.megatron_gpt import GPTSettings, MegatronGPT
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.fits import search_room
+
+NOTE = "each of the 4 devices does all of the work"
+
+
+def slow(cluster: ClusterSpec) -> ClusterSpec:
+    (group,) = cluster.groups
+    link = group.in_node
+    assert link is not None
+    slower = msgspec.structs.replace(link, bytes_per_s=link.bytes_per_s / 1e6, latency_s=link.latency_s * 1e4)
+    return msgspec.structs.replace(cluster, groups=(msgspec.structs.replace(group, in_node=slower),))
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_slow_links(is_slow: bool) -> None:
+    with torch.device("meta"):
+        model = MegatronGPT(GPTSettings(128, 2, 4, 256, 512, tied=True, flash=True))
+        batch = {name: torch.zeros(64, 512, dtype=torch.int64) for name in ("input_ids", "labels")}
+    program = capture(model, batch, precision="bf16")
+
+    def planned(cluster: ClusterSpec):  # type: ignore[no-untyped-def]
+        job = Job(program, cluster, OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
+        return search_room(job, Constraints(), 20.0, certify=False).plan
+
+    four = parse_cluster("4xH100")
+    plan, alone = planned(slow(four) if is_slow else four), planned(parse_cluster("1xH100"))
+    assert any(NOTE in note for note in plan.notes) is is_slow
+    if is_slow:
+        assert plan.prediction.step_s == pytest.approx(alone.prediction.step_s, rel=0.02)
+    else:
+        assert plan.prediction.step_s < 0.9 * alone.prediction.step_s
