@@ -318,10 +318,9 @@ class Plan(Value, frozen=True, kw_only=True):
         sum_products: whether products add the gradients of weights to their sums themselves, and make those of halves
             in float32 where they are to be (`lowering.rewrites`: `summed_grads`, `wide_grads`).
         compiled: whether forward and backward blocks go through torch.compile.
-        reduce_dtype: "fp32" or "bf16": in which gradients of parameters are summed over a mesh's ranks, under half
-            precisions. "": those reduced as they are made (ZeRO-2, ZeRO-3, tensor parallelism) in the half precision,
-            those reduced once a step (ZeRO-0, ZeRO-1) in their accumulators' float32, in which these, and what stages
-            that share a parameter exchange, are in any case.
+        reduce_dtype: "fp32" or "bf16": in which half precisions sum parameters' gradients over a mesh's ranks. "": in
+            themselves as gradients are made (ZeRO-2, ZeRO-3, tensor parallelism), in float32 once a step (ZeRO-0,
+            ZeRO-1). Accumulators, and what stages that share a parameter exchange, are float32 in any case.
         hold_casts: whether weights are cast to float8 once a step and held, not in every forward and backward.
         delayed_update: after how many steps the host's updates of states that stay there are done beside the next
             step's work, and so are one step late (see `lowering.steps.delayed_update`); None: never.

@@ -9,12 +9,13 @@ that come to their update in runs as large as bundles. The first is given up alo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
 from paraplan.cost_models.realised_plan import Realised, realised
-from paraplan.ir.execution.rank_program import BlockRole
+from paraplan.ir.execution.rank_program import BlockRole, RankProgram
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job, assemble
 
@@ -30,7 +31,7 @@ def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -
     found = as_decided(job, decisions)
     if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found
-    if decisions.params_ahead and gathers(found) and found.peak_bytes > limit_bytes:
+    if decisions.params_ahead and gathers(found.programs) and found.peak_bytes > limit_bytes:
         found = min(found, as_decided(job, replace(decisions, params_ahead=False)), key=lambda made: made.peak_bytes)
         if found.peak_bytes <= limit_bytes and not found.over_bytes:
             return found
@@ -58,13 +59,13 @@ def gave_up(plan: Plan, decisions: Decisions) -> bool:
     return plan.params_ahead != decisions.params_ahead or plan.bundle_bytes != decisions.bundle_bytes
 
 
-def gathers(made: Realised) -> bool:
+def gathers(programs: Sequence[RankProgram]) -> bool:
     """Whether parameters are gathered before the block that reads them.
 
     Args:
-        made: a plan, lowered.
+        programs: of a plan, one per rank class.
     """
-    return any(block.role is BlockRole.GATHER for program in made.programs for block in program.blocks.values())
+    return any(block.role is BlockRole.GATHER for program in programs for block in program.blocks.values())
 
 
 def as_decided(job: Job, decisions: Decisions) -> Realised:

@@ -42,6 +42,7 @@ from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.evaluate_plan import gathers
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.one_stage.refitted import refitted
@@ -209,13 +210,12 @@ def _refitted(
 
 def _gathering_later(found: BestPlan, budget: int) -> list[BestPlan]:
     """The plan with large parameters gathered where they are read, not before, if allocators have room for that."""
-    if not found.plan.params_ahead or found.plan.certificate is None:
+    known = found.plan.certificate
+    if known is None or not found.plan.params_ahead or not gathers(programs_of(found.plan)):
         return []
     plan = msgspec.structs.replace(found.plan, params_ahead=False)
     made = as_a_whole(plan)
-    if made.simulation.step_s == found.step_s:  # nothing was gathered before
-        return []
-    prediction, known = predict(plan, made.programs, made.simulation), found.plan.certificate
+    prediction = predict(plan, made.programs, made.simulation)
     bound_s = min(known.bound_s, prediction.step_s)
     certificate = msgspec.structs.replace(
         known, status="feasible", bound_s=bound_s, gap=1 - bound_s / prediction.step_s

@@ -167,7 +167,7 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             here = replace(case, inner=case.inner.placed(rung))
             tried += _with_shardings(here, shardings, start, None if tried else begun, taken)
             fitting = [made for made in tried if case.fits(made)]
-    if not fitting and case.params_ahead and any(map(gathers, tried)):
+    if not fitting and case.params_ahead and any(gathers(made.programs) for made in tried):
         return _fastest(replace(case, params_ahead=False), shardings, start)
     if not fitting:
         raise SolverLimitError(_overflow(case, tried))

@@ -190,8 +190,7 @@ def solve_mesh(
         bound_s = step_bound(bounded, bounded.work(found.choices), found.multipliers[: len(memory.base)], left_s)
     solve_s += time.perf_counter() - started
     status = "optimal" if found.status is Status.OPTIMAL else "feasible"
-    binds = memory.is_lowered or any(multiplier > 0 for multiplier in found.multipliers)
-    binds |= gave_up(made.plan, decided)
+    binds = memory.is_lowered or gave_up(made.plan, decided) or any(price > 0 for price in found.multipliers)
     if not binds and found.via == "milp":  # which tells no multipliers
         left_s = limits.left_s(time.perf_counter() - began)
         loose = optimise(problem.network, left_s, limits.relative_gap, limits.backend)
