@@ -191,15 +191,14 @@ class Constraints(Options, frozen=True, kw_only=True):
         PIPELINE, metavar="N|auto", parse=_parse_degree, convert=_as_degree, check=at_least(1),
     )] = None
     schedule: Annotated[str | None, Option(
-        f"Of a pipeline: {', '.join(NAMED)}, or searched (the shortest found). If not given: the fastest, or with a "
-        "given --pp 1f1b.",
+        f"Of a pipeline: {', '.join(NAMED)}, or searched (the shortest found). If not given: the fastest.",
         'of a pipeline: a name of `planner.schedules.named.NAMED`, or "searched" for the shortest found; None: the '
-        'fastest named one, or with a given pp "1f1b".',
+        "fastest named one.",
         PIPELINE,
     )] = None
     stages: Annotated[tuple[tuple[int, int], ...] | None, Option(
-        "With --pp: segments of the stages; cut evenly if not given.",
-        "with pp, the segments [first, stop) of every stage; None: cut evenly by time.",
+        "With --pp: segments of the stages; cut as is fastest if not given.",
+        "with pp, the segments [first, stop) of every stage; None: cut by time and memory.",
         PIPELINE, metavar="A:B,B:C", parse=_parse_stages, convert=_as_bounds,
         check=_check_stages,
     )] = None

@@ -7,15 +7,14 @@ the step gets faster; where no mesh has a plan so, every other count that the ba
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
 from paraplan.cost_models.predict import with_used_profile
-from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.ir.machine.mesh import Mesh, R, parse_layout
 from paraplan.ir.plan import Plan, Tried
@@ -42,12 +41,7 @@ from paraplan.planner.passes.placement_note import places_note
 from paraplan.planner.passes.quickened import placed, quickened
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.microbatches import (
-    most_first,
-    pipeline_counts,
-)
 from paraplan.planner.pipeline.pipeline import alone_note
-from paraplan.planner.pipeline.pipeline_search import search_pipeline
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, choose
@@ -107,8 +101,8 @@ def find(
     deadline = Deadline(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
     job, constraints, unpriced = _checked(job, constraints)
-    listed = _combinations(job, constraints) if constraints.pp is None else []
-    if any(each.pp > 1 for each in listed) or constraints.pp not in (None, 1):
+    listed = _combinations(job, constraints) if constraints.pp != 1 else []
+    if any(each.pp > 1 for each in listed):
         best, *others = _pipelines_of(job, constraints, listed, deadline, progress, certify, reserves)
         plan = best.made()
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan), *_alike_note(plan)))
@@ -252,7 +246,7 @@ def _combinations(job: Job, constraints: Constraints) -> list[Combination]:
     try:
         return combinations(job, constraints)
     except ConstraintError:
-        if constraints.schedule is not None:
+        if constraints.schedule is not None or constraints.pp is not None:
             raise
         return []
 
@@ -278,49 +272,11 @@ def _pipelines_of(
         alone = msgspec.structs.replace(pinned, pp=1)
         return Draft.of(find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved).plan)
 
-    def piped(pinned: Constraints) -> Plan:
-        return search_pipeline(job, pinned, shardings)
-
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
-    if constraints.pp is None:
-        found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
-        best, *drafts = search_joint(found, listed, one_stage, certify)
-        made = [draft.plan for draft in drafts if draft.plan is not None]
-        return Draft.of(certified_alike(best.made(), made)), *drafts
-    try:
-        return (Draft.of(piped(constraints)),)
-    except NoPlanError as fault:
-        counts = () if constraints.microbatches is not None else pipeline_counts(job.program, constraints)
-        tried: list[int] = []
-        others = _pipelines(counts, tried, constraints, piped, progress, deadline)
-        if not others:
-            also = f"; nor in {', '.join(map(str, sorted(tried)))} microbatches" if tried else ""
-            late = "; then time ran out" if len(tried) < len(counts) else ""
-            refused, more = fault, f"{also}{late}"
-            raise SolverLimitError(f"{refused}{more}", lambda: f"{refused.explained()}{more}") from None
-        return tuple(sorted(map(Draft.of, others), key=lambda draft: draft.step_s))
-
-
-def _pipelines(
-    counts: Sequence[int],
-    tried: list[int],
-    constraints: Constraints,
-    piped: Callable[[Constraints], Plan],
-    progress: Progress,
-    deadline: Deadline,
-) -> list[Plan]:
-    """Pipelines of other counts than the usual one, which has none; `tried` is told which."""
-
-    def found(count: int) -> list[Plan]:
-        if tried and deadline.is_over:
-            return []
-        tried.append(count)
-        progress(f"pp={constraints.pp}, {count} microbatches")
-        with suppress(NoPlanError, ConstraintError):  # a schedule may not take so many
-            return [piped(msgspec.structs.replace(constraints, microbatches=count))]
-        return []
-
-    return most_first(counts, 1, found)
+    found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
+    best, *drafts = search_joint(found, listed, one_stage, certify)
+    made = [draft.plan for draft in drafts if draft.plan is not None]
+    return Draft.of(certified_alike(best.made(), made)), *drafts
 
 
 def _sharding(

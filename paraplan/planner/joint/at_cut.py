@@ -5,7 +5,8 @@ Positions need not be equal: each has prices of its own devices, and room of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,19 +48,18 @@ def recomputed(
     taken = [0] * len(positions[0].prices.options)
     saved, deferred = [each.activation_bytes for each in stages], [each.weight_grad_bytes for each in stages]
     for position, mine in enumerate(orders.held):
-        prices = positions[position].prices
-        left = positions[position].room - sum(stages[stage].fixed_bytes for stage in mine)
-        if orders.waiting_bytes(position, saved, deferred) <= left:
+        fixed_bytes = sum(stages[stage].fixed_bytes for stage in mine)
+        at = _Holding(positions[position], position, mine, bounds, orders, saved, deferred, taken, fixed_bytes)
+        if at.over_bytes() <= 0:
             continue
-        any_over = True
+        any_over, prices, here = True, positions[position].prices, at.segments
+        kinds = [segment.kind for segment in prices.sharding.job.program.segments]
         for price in prices.per_byte:
-            best = [_best(options, price) for options in prices.sharding.options]
-            for stage in mine:
-                for i in range(*bounds[stage]):
-                    taken[i] = best[prices.sharding.job.program.segments[i].kind]
-                saved[stage] = sum(prices.options[i][taken[i]].saved_bytes for i in range(*bounds[stage]))
-            over = orders.waiting_bytes(position, saved, deferred) - left
-            if over <= 0:
+            before, best = taken[:], [_best(options, price) for options in prices.sharding.options]
+            for i in here:
+                taken[i] = best[kinds[i]]
+            if (over := at.over_bytes()) <= 0:
+                over = _undone(taken, [(i, before[i]) for i in here if before[i] != taken[i]], at.over_bytes)
                 break
         missing = max(missing, over)
         for stage in mine:
@@ -72,6 +72,62 @@ def recomputed(
                 activation_bytes=saved[stage],
             )
     return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """What a position is over by as its segments take one option or another.
+
+    Attributes:
+        at: the position, with its room; `number`: which one; `mine`: its stages.
+        bounds, orders: of the pipeline.
+        saved: per stage, what a microbatch saves; changed with what is taken.
+        deferred: per stage, what it holds between the halves of its backward.
+        taken: per segment, its option.
+        fixed_bytes: what its stages hold of parameters.
+    """
+
+    at: PricedPosition
+    number: int
+    mine: Sequence[int]
+    bounds: Bounds
+    orders: OrderTimes
+    saved: list[int]
+    deferred: Sequence[int]
+    taken: list[int]
+    fixed_bytes: int
+
+    @property
+    def segments(self) -> list[int]:
+        """Its own, in the order of the chain."""
+        return [i for stage in self.mine for i in range(*self.bounds[stage])]
+
+    def over_bytes(self) -> int:
+        """What it is over its room by, with what its segments take now."""
+        options = self.at.prices.options
+        for stage in self.mine:
+            self.saved[stage] = sum(options[i][self.taken[i]].saved_bytes for i in range(*self.bounds[stage]))
+        return self.orders.waiting_bytes(self.number, self.saved, self.deferred) + self.fixed_bytes - self.at.room
+
+
+def _undone(taken: list[int], turned: Sequence[tuple[int, int]], over_by: Callable[[], int]) -> int:
+    """As many segments as may keep what they took before take it again, the last ones first, which wait in fewest
+    microbatches. What the position is over by then.
+
+    Args:
+        taken: per segment, the option it takes; changed.
+        turned: segments with what they took before, in the order of the chain.
+        over_by: bytes that the position is over by.
+    """
+    after = [taken[i] for i, _ in turned]
+
+    def with_first(count: int) -> int:
+        for number, (i, was) in enumerate(turned):
+            taken[i] = after[number] if number < count else was
+        return over_by()
+
+    least = bisect_left(range(len(turned)), True, key=lambda count: with_first(count) <= 0)
+    return with_first(least)
 
 
 def short_of(

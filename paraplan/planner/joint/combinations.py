@@ -18,6 +18,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.pipeline.first_devices import first_devices
+from paraplan.planner.pipeline.open_choices import count_stages
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import Orders
@@ -92,10 +93,13 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
     """
     if constraints.schedule not in (None, SEARCHED, *NAMED):
         named_orders(str(constraints.schedule), 2, 2)
+    if constraints.pp is not None:
+        name = constraints.schedule if constraints.schedule in NAMED else "1f1b"
+        count_stages(constraints, constraints.pp, name, len(job.program.segments))
     found: list[Combination] = []
     refused: ConstraintError | None = None
     n = job.cluster.num_devices
-    for pp in (d for d in range(1 if constraints.schedule is None else 2, n + 1) if n % d == 0):
+    for pp in _degrees(constraints, n):
         try:
             check_constraints(msgspec.structs.replace(constraints, pp=pp), n)
             inner = first_devices(job.cluster, pp)
@@ -108,11 +112,29 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
             for count in microbatch_counts(job, constraints, replicas):
                 found += _schedules(job, constraints, pp, mesh, count)
     if not found:
+        _check_sizes(constraints, job.program.batch_size)
         raise refused or ConstraintError(
             f"no pipeline over {n} devices takes this model's {len(job.program.segments)} segments and its batch of "
             f"{job.program.batch_size}; give pp, microbatches and schedule by hand"
         )
     return found
+
+
+def _check_sizes(constraints: Constraints, batch: int) -> None:
+    """Whether the batch divides over the ranks that are pinned, and the schedule that is takes the positions,
+    microbatches and stages that are."""
+    pp, name, count, stages = constraints.pp, constraints.schedule, constraints.microbatches, constraints.stages
+    if constraints.dp is not None and batch % constraints.dp:
+        raise ConstraintError(f"dp={constraints.dp} does not divide a batch of {batch}; use a divisor of it")
+    if pp is not None and name in NAMED and count is not None:
+        named_orders(name, pp, count, None if stages is None else len(stages) // pp)
+
+
+def _degrees(constraints: Constraints, n: int) -> tuple[int, ...]:
+    """Positions: what is pinned, or any number that devices divide into."""
+    if constraints.pp is not None:
+        return (constraints.pp,)
+    return tuple(d for d in range(1 if constraints.schedule is None else 2, n + 1) if n % d == 0)
 
 
 def inner_meshes(devices: int, per_node: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
@@ -159,6 +181,7 @@ def _schedules(job: Job, constraints: Constraints, pp: int, mesh: tuple[int, ...
     for name in names:
         if name not in NAMED or (micro.has_tail and name != "gpipe" and count > 1):
             continue
-        for each in EACH if NAMED[name].counts(pp, count) else ():
+        some = EACH if constraints.stages is None else (len(constraints.stages) // pp,)
+        for each in some if NAMED[name].counts(pp, count) else ():
             if pp * each <= segments and NAMED[name].takes(each):
                 yield Combination(pp, mesh, count, name, each)

@@ -85,7 +85,8 @@ class Drafting:
     def pins(self, estimate: Estimate) -> Constraints:
         """An estimate's combination as constraints have it, with its stages where the usual ones are others."""
         pinned = estimate.combination.pinned(self.pricing.constraints)
-        if estimate.combination.pp > 1 and (estimate.combination.each > 1 or estimate.is_recut):
+        stages = self.pricing.constraints.stages
+        if stages is None and estimate.combination.pp > 1 and (estimate.combination.each > 1 or estimate.is_recut):
             pinned = msgspec.structs.replace(pinned, stages=estimate.bounds)
         return pinned
 
@@ -145,7 +146,7 @@ class Drafting:
         kept = sharding.prices.kept_bytes(shape) - LEANER * combination.pp * less_bytes
         with suppress(NoPlanError):
             known.append(self.pricing.leaner(combination, kept))
-        pricer = Pricer(self.pricing.job.cluster, budget)
+        pricer = Pricer(self.pricing.job.cluster, budget, self.pricing.constraints.stages)
         found = [
             pricer.estimate(combination, prices, self.pricing.mesh_shape(combination, prices.shape)) for prices in known
         ]

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.planner.joint.at_cut import PricedPosition, deferred_bytes, recomputed, short_of, step_ended_s
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
@@ -78,7 +79,16 @@ class _AtCut(NamedTuple):
 
 
 class Pricer(ClosedForm):
-    """Estimates combinations on a cluster."""
+    """Estimates combinations on a cluster.
+
+    Args:
+        cluster, budget: as of `ClosedForm`.
+        stages: the segments [first, stop) of every stage where they are pinned.
+    """
+
+    def __init__(self, cluster: ClusterSpec, budget: int, stages: Bounds | None = None) -> None:
+        super().__init__(cluster, budget)
+        self.stages = stages
 
     def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
         """What a combination comes to; None where its stages cannot be cut.
@@ -90,11 +100,11 @@ class Pricer(ClosedForm):
         schedule, pp = combination.schedule, combination.pp
         orders = named_times(schedule, pp, combination.microbatches, combination.each)
         tail = program_micro(program, combination.microbatches).tail
-        bounds = cut_balanced(prices.seconds, orders.held, tail, combination.microbatches)
+        bounds = self.stages or cut_balanced(prices.seconds, orders.held, tail, combination.microbatches)
         if bounds is None:
             return None
         found = self._cut(combination, prices, mesh_shape, orders, bounds)
-        for _ in range(RECUT if found.short else 0):
+        for _ in range(RECUT if found.short and self.stages is None else 0):
             bounds = cut_balanced(
                 prices.seconds, orders.held, tail, combination.microbatches, found.short, found.estimate.bounds
             )

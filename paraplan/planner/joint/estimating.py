@@ -104,7 +104,7 @@ def numbers_of(pricing: Pricing, combination: Combination, at: int, known: tuple
         part = pricing.position(combination)[0]
         pricing.prices[pricing.kind(combination)] = tuple(each.prices(part) for each in known)
     prices = pricing.of(combination)[at]
-    pricer = Pricer(pricing.job.cluster, pricing.budget)
+    pricer = Pricer(pricing.job.cluster, pricing.budget, pricing.constraints.stages)
     try:
         found = pricer.estimate(combination, prices, pricing.mesh_shape(combination, prices.shape))
     except ParaplanError as fault:  # of one candidate: others are estimated

@@ -201,7 +201,7 @@ class JointSearch:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
         does not fit, the others may recompute, if one stage has few meshes: there it takes a second."""
         n = self.job.cluster.num_devices
-        pinned = self.constraints.schedule is not None or self.constraints.recompute is not None
+        pinned = self._piped or self.constraints.recompute is not None
         if pinned or not self._meshes_free or self.job.program.batch_size % n:
             return
 
@@ -277,7 +277,7 @@ class JointSearch:
         said = [each for each in faults if isinstance(each, NoPlanError)]
         if not said:
             return faults[-1]
-        fault = said[0] if self.constraints.schedule is not None else said[-1]
+        fault = said[0] if self._piped else said[-1]
         more = f"; nor was anything found of {len(self.words)} tried: {'; '.join(self.words)}"
         return SolverLimitError(f"{fault}{more}", lambda: f"{fault.explained()}{more}")
 
@@ -289,7 +289,7 @@ class JointSearch:
     def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best, on its mesh."""
-        if self.constraints.schedule is not None or (self.drafts and self.deadline.is_over):
+        if self._piped or (self.drafts and self.deadline.is_over):
             return
         best = min(self.drafts, key=self._whole_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
@@ -302,6 +302,11 @@ class JointSearch:
             self._try(
                 f"one stage, solved on mesh {'x'.join(map(str, mesh))}", pinned, partial(one_stage, pinned, certify)
             )
+
+    @property
+    def _piped(self) -> bool:
+        """Whether plans of one stage are none of those asked for."""
+        return self.constraints.schedule is not None or self.constraints.pp is not None
 
     @property
     def _meshes_free(self) -> bool:
@@ -371,7 +376,7 @@ def search_joint(
     """The fastest plan found, made, and the others, the faster first.
 
     Args:
-        found: the search. Its constraints are without `pp`; a pinned schedule leaves plans of one stage out.
+        found: the search. A pinned degree or schedule leaves plans of one stage out.
         listed: what is searched.
         one_stage: plans without a pipeline.
         certify: whether to bound the step of every plan in scope.

@@ -13,8 +13,10 @@ from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.solve import SolveLimits, decisions_of, failure_of, problem_of
 
-LESS = 0.03
-"""Of what a sharding keeps, by how much the next has to keep less: those nearly alike are not told apart."""
+LESS, AS_QUICK = 0.03, 0.002
+"""Of what a sharding keeps, by how much the next has to keep less: of those nearly alike the leaner is taken if it does
+no more work than by the second, else the quicker. What little it keeps less may all be in one segment, the head or an
+embedding, whose position is then the one that is short of memory."""
 
 
 def front(
@@ -35,7 +37,7 @@ def front(
     space = problem_of(job, mesh, num_microbatches, constraints)
     network = with_rows(formulate(space).network, tier_rows(space))
     (held, *_) = memory_rows(space, 1.0, activations=False)
-    whole, least, warm = 0.0, math.inf, None
+    whole, least, warm, waiting = 0.0, math.inf, None, list[tuple[float, Decisions]]()
     for share in (0.0, *shares):
         priced = with_price(network, held, share * whole)
         found = optimise(priced, limits.time_s, limits.relative_gap, limits.backend, warm=warm)
@@ -45,11 +47,16 @@ def front(
         kept = float(sum(amounts[found.choices[variable]] for variable, amounts in held.held.items()))
         if math.isinf(least):
             whole = float(network.work(found.choices).sum()) / max(kept, 1.0)
-        if kept < (1 - LESS) * least:
-            least = kept
-            yield decisions_of(
-                job, space, mesh, num_microbatches, found.choices[: len(space.deciders)], bool(constraints.params)
-            )
+        work = float(network.work(found.choices).sum())
+        is_less = kept < (1 - LESS) * least
+        if not is_less and not (kept < least and waiting and work <= (1 + AS_QUICK) * waiting[0][0]):
+            continue
+        if is_less:
+            yield from (decisions for _, decisions in waiting)
+        chosen = found.choices[: len(space.deciders)]
+        decisions = decisions_of(job, space, mesh, num_microbatches, chosen, bool(constraints.params))
+        least, waiting = kept, [(work, decisions)]
+    yield from (decisions for _, decisions in waiting)
 
 
 def with_price(network: Network, held: Row, per_byte: float) -> Network:

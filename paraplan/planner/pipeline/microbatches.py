@@ -44,11 +44,6 @@ def most_to_order(program: Program, constraints: Constraints, mesh: Mesh) -> tup
     return tuple(sorted({*others, *usual_counts(program, constraints, mesh)}, reverse=True))
 
 
-def pipeline_counts(program: Program, constraints: Constraints) -> tuple[int, ...]:
-    """Every count a pipeline may have, fewest first."""
-    return tuple(m for m in _divisors(program.batch_size, constraints.dp or 1) if splittable(program, m))
-
-
 def most_first(counts: Sequence[int], beyond: int, tried: Callable[[int], list[Found]]) -> list[Found]:
     """What is found with the most microbatches, and with the fewest above `beyond` (fewer found nothing) that give
     anything; where the most give nothing, with the most of the others that do.

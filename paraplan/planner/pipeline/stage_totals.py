@@ -6,6 +6,7 @@ They can be had of what was not priced as well: of more samples a microbatch, ta
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,8 +53,12 @@ class Totals:
     recomputing: tuple[tuple[float, float], ...]
 
     def least_extra_s(self, saved_bytes: float) -> float:
-        """Seconds made again for a microbatch to save so little; infinite where it cannot."""
-        return next((extra_s for saved, extra_s in self.recomputing if saved <= saved_bytes), math.inf)
+        """Seconds made again for a microbatch to save so little, some of the alike segments doing one thing and some
+        the next; infinite where it cannot."""
+        for (more, less_s), (saved, extra_s) in itertools.pairwise((self.recomputing[0], *self.recomputing)):
+            if saved <= saved_bytes:
+                return extra_s - (extra_s - less_s) * min((saved_bytes - saved) / max(more - saved, 1.0), 1.0)
+        return math.inf
 
     def of_more(self, times: float, faster: float) -> Totals:
         """Of microbatches of so many times the samples, each the faster by a share."""

@@ -7,7 +7,9 @@ integer program per position (`recompute.stage.choose`) says how, until all posi
 Positions that hold the same stages (bidirectional schedules) decide as one, by the one that is over by most.
 
 Where that took less off the peak than it was to (backwards in two halves keep values between them, made again or not),
-the next round goes by what the last one took off.
+the next round goes by what the last one took off. What allocators reserve is no steady function of what is saved, so
+that this may be far too much: a position that is left with room then, and is known to need too much with more saved,
+takes what is halfway between, until little is to be gained.
 
 Limits: activations are recomputed, not offloaded; a heuristic as to which microbatches are in flight at the peak.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,8 +30,11 @@ from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import choose
 
-ROUNDS = 8
-"""Pipelines looked at before giving up."""
+ROUNDS, LAST = 8, 3
+"""Pipelines looked at, and then those of which every position is known to have room."""
+NARROW = 0.7
+"""Of what is between the most that a position is known to have room for and the least that is too much, the most and,
+less 1, the least that is asked for next."""
 MARGIN = 0.004
 """Of the budget, what is saved beyond what a pipeline is over, for every one before that was over."""
 LEAST_FLYING = 1 / 8
@@ -66,15 +72,18 @@ def recomputing(
     memory = memory or ClassMemory()
     taking, plan = _Taking(kept, options_of, budget, begun), kept
     least: tuple[float, Plan] = (-math.inf, kept)
-    for round_ in range(ROUNDS + 1):
+    for round_ in range(ROUNDS + LAST):
         over = _over(plan, memory.needed(plan, budget), budget)
-        if max(over.values()) <= 0:
+        taking.found(over)
+        fates = taking.less(over, round_) if round_ < ROUNDS else taking.known()
+        if max(over.values()) <= 0 and fates is None:
             made = realised(plan)
             over = _over(plan, memory.seen(made, budget), budget)
             if max(over.values()) <= 0:
                 return made
+            taking.found(over)
+            fates = taking.less(over, round_) if round_ < ROUNDS else taking.known()
         least = max(least, (-max(over.values()), plan), key=lambda each: each[0])
-        fates = taking.less(over, round_) if round_ < ROUNDS else None
         if fates is None:
             break
         plan = plan_of(fates)
@@ -95,6 +104,20 @@ def less_of(
     """
     over = {cell: max(excess, 0.0) for cell, excess in _over(kept, needed, budget).items()}
     return _Taking(kept, options_of, budget, begun).less(over, 1)
+
+
+class _Known(NamedTuple):
+    """What is known of a position.
+
+    Attributes:
+        saved_bytes: of a microbatch.
+        over: bytes that it is over its budget then.
+        taken: per segment, its option.
+    """
+
+    saved_bytes: int
+    over: float
+    taken: dict[int, int]
 
 
 class _Taking:
@@ -118,6 +141,28 @@ class _Taking:
         self.flying = {cell: in_flight(kept.schedule, cell) for cell in self.segments}
         self.worth = dict(self.flying)
         self.lessened: dict[Cell, tuple[float, float]] = {}
+        self.fitting: dict[Cell, list[_Known]] = {cell: [] for cell in self.segments}
+        self.too_much: dict[Cell, _Known] = {}
+
+    def found(self, over: dict[Cell, float]) -> None:
+        """What is taken now was found to have positions over by this many bytes."""
+        for cell, excess in over.items():
+            here = self.segments[cell]
+            seen = _Known(self._saved(here), excess, {i: self.taken[i] for i in here})
+            fitting = [each for each in self.fitting[cell] if each.saved_bytes < seen.saved_bytes or excess <= 0]
+            self.fitting[cell] = fitting if excess > 0 else [*fitting, seen]
+            if excess > 0:
+                self.too_much[cell] = min(self.too_much.get(cell, seen), seen, key=lambda each: each.saved_bytes)
+
+    def known(self) -> Activations | None:
+        """Per segment its activations where every position saves the most that it is known to have room for; None where
+        that is so already, or one is not known to have room."""
+        if not all(self.fitting.values()):
+            return None
+        before = dict(self.taken)
+        for cell in self.fitting:
+            self.taken |= self._most(cell).taken
+        return None if self.taken == before else self._fates()
 
     def less(self, over: dict[Cell, float], round_: int) -> Activations | None:
         """Per segment its activations, where positions are over by this many bytes, less saved where they are; None
@@ -129,24 +174,46 @@ class _Taking:
         before = dict(self.taken)
         for cell, excess in over.items():
             room = -excess > LOOSE * self.held_bytes[cell] and any(self.taken[i] for i in self.segments[cell])
-            if excess > 0:
+            if self.fitting[cell] and cell in self.too_much and (excess > 0 or room):
+                self._narrow(cell)
+            elif excess > 0:
                 self._take(cell, excess, excess + round_ * MARGIN * self.held_bytes[cell])
             elif self.begun and not round_ and room:
                 self._take(cell, excess, excess + LOOSE * self.held_bytes[cell])
-        if self.taken == before:
-            return None
+        return None if self.taken == before else self._fates()
+
+    def _fates(self) -> Activations:
         return tuple(self.options_at[i][self.taken[i]].activations for i in sorted(self.taken))
+
+    def _most(self, cell: Cell) -> _Known:
+        return max(self.fitting[cell], key=lambda each: each.saved_bytes)
+
+    def _narrow(self, cell: Cell) -> None:
+        """Have a position save something between the most it is known to have room for and the least that is too much,
+        by what they leave and are over, if that is worth a round; the former if not."""
+        here, most, least = self.segments[cell], self._most(cell), self.too_much[cell]
+        between, chosen = least.saved_bytes - most.saved_bytes, None
+        if between * self.flying[cell] > LOOSE * self.held_bytes[cell]:
+            share = (-most.over - LOOSE / 2 * self.held_bytes[cell]) / max(least.over - most.over, 1.0)
+            chosen = self._chosen(cell, most.saved_bytes + min(max(share, 1 - NARROW), NARROW) * between)
+        self.taken |= most.taken if chosen is None else dict(zip(here, chosen, strict=True))
+        if self._saved(here) <= most.saved_bytes:
+            self.taken |= most.taken
 
     def _take(self, cell: Cell, excess: float, less_bytes: float) -> None:
         """Have a position that is over by `excess` hold so many bytes less."""
         here = self.segments[cell]
         saved = self._saved(here)
-        part = msgspec.structs.replace(self.program, segments=tuple(self.program.segments[i] for i in here))
-        chosen = choose(part, self.options_of(cell), saved - less_bytes / self.worth[cell])
+        chosen = self._chosen(cell, saved - less_bytes / self.worth[cell])
         leanest = [len(self.options_at[i]) - 1 for i in here]
         self.taken |= dict(zip(here, leanest if chosen is None else chosen, strict=True))
         if (less := saved - self._saved(here)) > 0:
             self.lessened[cell] = excess, less
+
+    def _chosen(self, cell: Cell, saved_bytes: float) -> Sequence[int] | None:
+        """What a position's segments take to save no more than so much; None where they cannot."""
+        here = tuple(self.program.segments[i] for i in self.segments[cell])
+        return choose(msgspec.structs.replace(self.program, segments=here), self.options_of(cell), saved_bytes)
 
     def _saved(self, here: Sequence[int]) -> int:
         return sum(self.options_at[i][self.taken[i]].saved_bytes for i in here)

@@ -18,7 +18,7 @@ from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import Effort
-from paraplan.planner.joint.sharding_front import front, with_price
+from paraplan.planner.joint.sharding_front import AS_QUICK, front, with_price
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding
@@ -65,7 +65,7 @@ def test_shardings_of_the_front_keep_less_and_less_from_that_of_least_work_on() 
     kept = [_kept(job, assemble(job, decisions)) for decisions in found]
     assert len(found) > 1 and kept == sorted(kept, reverse=True)
     least = assemble(job, choose(job, mesh, 1, pinned, LIMITS))
-    assert _work(assemble(job, found[0])) == pytest.approx(_work(least), rel=1e-6)
+    assert _work(assemble(job, found[0])) <= (1 + AS_QUICK) * _work(least) * (1 + 1e-6)
 
 
 def _work(plan: Plan) -> float:

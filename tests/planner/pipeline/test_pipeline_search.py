@@ -245,7 +245,11 @@ def priced(plan: Plan) -> Plan:
 def test_microbatches_left_out_suit_the_ranks_and_the_schedule() -> None:
     n = program().batch_size
     plan = search(job_of(program(), 4), Constraints(pp=2, dp=2), certify=False).plan
-    assert plan.num_microbatches == n // 2
+    assert n % (2 * plan.num_microbatches) == 0
+    for count in (1, n // 2):
+        pinned = search(job_of(program(), 4), Constraints(pp=2, dp=2, microbatches=count), certify=False).plan
+        assert plan.prediction and pinned.prediction
+        assert plan.prediction.step_s <= pinned.prediction.step_s * (1 + 1e-9)
     with pytest.raises(ConstraintError, match=f"dp=3 does not divide a batch of {n}"):
         search(job_of(program(), 6), Constraints(pp=2, dp=3), certify=False)
 
