@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paraplan.ir.errors import ParaplanError
+from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Packed, Pricing
@@ -39,7 +40,7 @@ class Numbers:
 
 
 def estimate_best(
-    pricing: Pricing, listed: Sequence[Combination], best_s: float, faults: list[ParaplanError]
+    pricing: Pricing, listed: Sequence[Combination], best_s: float, faults: list[ParaplanError], share: float = 1.0
 ) -> list[Estimate]:
     """Of combinations, the most promising first.
 
@@ -48,12 +49,14 @@ def estimate_best(
         listed: the combinations.
         best_s: the shortest step known.
         faults: added to: why some are not estimated.
+        share: of the budget, what they are to hold at most.
     """
     pricing.price_all(listed, best_s)
+    form = ClosedForm(pricing.job.cluster, int(share * pricing.budget))
     quick: list[tuple[float, int, Combination, StagePrices]] = []
     for number, combination in enumerate(listed):
         known = [
-            (pricing.form.quick_s(combination, prices.totals, pricing.mesh_shape(combination, prices.shape)), prices)
+            (form.quick_s(combination, prices.totals, pricing.mesh_shape(combination, prices.shape)), prices)
             for prices in pricing.of(combination)
         ]
         if known:  # where none fits, the leanest
@@ -64,18 +67,18 @@ def estimate_best(
     for first in range(0, len(best), BATCH):
         if first >= FEWEST and pricing.deadline.passed_s > ESTIMATED_SHARE * pricing.deadline.limit_s:
             break
-        found += _batch(pricing, best[first : first + BATCH], faults)
+        found += _batch(pricing, best[first : first + BATCH], faults, share)
     return sorted(found, key=lambda each: each.rank)
 
 
 def _batch(
-    pricing: Pricing, batch: Sequence[tuple[Combination, StagePrices]], faults: list[ParaplanError]
+    pricing: Pricing, batch: Sequence[tuple[Combination, StagePrices]], faults: list[ParaplanError], share: float
 ) -> list[Estimate]:
     tasks = []
     for combination, prices in batch:
         known = pricing.of(combination)
         at = next(number for number, each in enumerate(known) if each is prices)
-        tasks.append((combination, at, tuple(map(Packed.of, known))))
+        tasks.append((combination, at, tuple(map(Packed.of, known)), share))
     if pricing.workers is None:
         made = [numbers_of(pricing, *task) for task in tasks]
     else:
@@ -90,7 +93,9 @@ def _batch(
     return found
 
 
-def numbers_of(pricing: Pricing, combination: Combination, at: int, known: tuple[Packed, ...]) -> Numbers | str | None:
+def numbers_of(
+    pricing: Pricing, combination: Combination, at: int, known: tuple[Packed, ...], share: float = 1.0
+) -> Numbers | str | None:
     """What a combination comes to, of this process or another; None where its stages cannot be cut, and why where it
     is not estimated.
 
@@ -99,12 +104,13 @@ def numbers_of(pricing: Pricing, combination: Combination, at: int, known: tuple
         combination: which.
         at: the number of its prices.
         known: all that were priced for it.
+        share: of the budget, what it is to hold at most.
     """
     if not pricing.of(combination):
         part = pricing.position(combination)[0]
         pricing.prices[pricing.kind(combination)] = tuple(each.prices(part) for each in known)
     prices = pricing.of(combination)[at]
-    pricer = Pricer(pricing.job.cluster, pricing.budget, pricing.constraints.stages)
+    pricer = Pricer(pricing.job.cluster, int(share * pricing.budget), pricing.constraints.stages)
     try:
         found = pricer.estimate(combination, prices, pricing.mesh_shape(combination, prices.shape))
     except ParaplanError as fault:  # of one candidate: others are estimated

@@ -57,6 +57,8 @@ one of its schedule was planned, and it is known by how much estimates are off; 
 a second."""
 UNFIT = 1.1
 """How much longer than estimated a schedule's pipelines are taken to be for one that was to fit and does not."""
+LEANER = (1.0, 0.93, 0.85, 0.75, 0.6, 0.45, 0.3)
+"""Of the budget, what pipelines are estimated for, one after another as long as some that were to fit do not."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 ALIKE = 1.05
@@ -100,6 +102,7 @@ class JointSearch:
     tried: list[Tried] = field(default_factory=list)
     faults: list[ParaplanError] = field(default_factory=list)
     _off: dict[str, float] = field(default_factory=dict)
+    _unfit: dict[str, float] = field(default_factory=dict)
     _longer: list[float] = field(default_factory=list)
     _bound: Bounding | None = None
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
@@ -128,8 +131,10 @@ class JointSearch:
         estimates: list[Estimate] = []
         try:
             self._plan_usual(one_stage)
-            estimates = estimate_best(self.pricing, listed, self.best_s, self.faults)
-            self._plan_promising(estimates)
+            for share in LEANER:
+                estimates = estimate_best(self.pricing, listed, self.best_s, self.faults, share)
+                if self._plan_promising(estimates) or self.deadline.is_over:
+                    break
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
             self._solve_one_stage(one_stage, certify)
@@ -218,14 +223,16 @@ class JointSearch:
         if fits(3, recompute):  # which holds least
             fits(2, recompute)
 
-    def _plan_promising(self, estimates: Sequence[Estimate]) -> None:
-        """Plan estimated combinations, the most promising first, until no other promises to be faster.
+    def _plan_promising(self, estimates: Sequence[Estimate]) -> bool:
+        """Plan estimated combinations, the most promising first, until no other promises to be faster; whether all that
+        were to fit did, or there was no time for others.
 
         An estimate is taken to be off by as much as the last one of its schedule was (`_off`), a pipeline's of a
         schedule not planned yet by as much as the best of others, and not by more than `ALIKE`: what is left out of it
         is left out of all.
         """
         waiting, in_vain, effort = list(estimates), 0, Effort(len(self.job.program.segments))
+        self._unfit.clear()
         most = max((each.combination.num_actions for each in estimates), default=1)
 
         def rank(estimate: Estimate) -> float:
@@ -237,14 +244,14 @@ class JointSearch:
             if len(in_time) < len(waiting) and LATE not in self.words:
                 self.words.append(LATE)
             if not in_time and (self.drafts or in_vain >= MOST):
-                return
+                return True
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
-            if in_vain >= MOST and (self.drafts or math.isinf(first.step_s)):
-                return
+            if in_vain >= MOST and (self.drafts or self._unfit or math.isinf(first.step_s)):
+                break
             family = first.family
             slack = ONE_STAGE_SLACK if family == ONE_STAGE else SLACK if family in self._off else FIRST_SLACK
             if self._hoped_s(first) > (1 + slack) * self.best_s:
-                return
+                break
             waiting.remove(first)
             began_s = self.deadline.passed_s
             besides = (each for each in in_time if SHARED * effort.seconds(each.combination) <= left_s)
@@ -256,6 +263,7 @@ class JointSearch:
                 self._plan(estimate, make)
                 in_vain = 0 if self.best_s < before else in_vain + 1
             effort.took(first.combination, self.deadline.passed_s - began_s)
+        return not self._unfit
 
     def _beside(self, estimates: Sequence[Estimate]) -> list[tuple[Estimate, Make]]:
         """Estimates whose drafts other processes make from now on, as many as have nothing to do, of those that may
@@ -284,7 +292,7 @@ class JointSearch:
     def _hoped_s(self, estimate: Estimate) -> float:
         known = [off for family, off in self._off.items() if family != ONE_STAGE]
         usual = 1.0 if estimate.family == ONE_STAGE or not known else min(*known, ALIKE)
-        return estimate.step_s * self._off.get(estimate.family, usual)
+        return estimate.step_s * self._off.get(estimate.family, usual) * self._unfit.get(estimate.family, 1.0)
 
     def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
@@ -363,7 +371,10 @@ class JointSearch:
             self.roomless.append(draft)
             self._drafted[id(draft)] = estimate.combination.text, step_s, {}
         if step_s is not None:
-            self._off[family] = found_s / step_s if found_s is not None else UNFIT * self._off.get(family, 1.0)
+            if found_s is None:
+                self._unfit[family] = UNFIT * self._unfit.get(family, 1.0)
+            else:
+                self._off[family] = found_s / step_s
 
 
 def _received(answer: Callable[[], Drafted], drafting: Drafting) -> Draft | Slower:

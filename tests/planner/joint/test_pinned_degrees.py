@@ -1,0 +1,149 @@
+"""A pinned degree is searched as any other: what else is pinned can only make the plan slower."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.megatron_gpt import GPTSettings, MegatronGPT
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.at_cut import PricedPosition, recomputed
+from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.joint.estimate import Pricer
+from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.schedules.named import NAMED
+from paraplan.planner.schedules.order_times import named_times
+from paraplan.planner.schedules.schedule_problem import StageCosts
+from paraplan.planner.search import search
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Job:
+    with torch.device("meta"):
+        model = MegatronGPT(GPTSettings(256, 6, 4, 1024, 256, tied=False, flash=True))
+        batch = {name: torch.zeros(32, 256, dtype=torch.int64) for name in ("input_ids", "labels")}
+    program = capture(model, batch, precision="bf16")
+    return Job(program, parse_cluster("4xH100"), OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
+
+
+@pytest.mark.parametrize("memory", [None, 48 * MIB])
+def test_more_pins_are_never_faster(gpt: Job, memory: int | None) -> None:
+    """Nor is a search with the choices of its plan pinned slower than the one that made them."""
+    pins = Constraints(pp=2, memory_bytes=memory, reserve_bytes=0)
+    plan = search(gpt, pins, 60.0, certify=False).plan
+    free_s = plan.prediction.step_s
+    for name in NAMED:
+        pinned = msgspec.structs.replace(pins, schedule=name)
+        step_s = search(gpt, pinned, 60.0, certify=False).plan.prediction.step_s
+        assert free_s <= 1.01 * step_s, name
+    chosen = msgspec.structs.replace(
+        pins,
+        schedule=plan.schedule.name,
+        mesh=plan.stages[0].mesh.shape,
+        microbatches=plan.num_microbatches,
+        stages=tuple((stage.first, stage.stop) for stage in plan.stages),
+    )
+    assert search(gpt, chosen, 60.0, certify=False).plan.prediction.step_s <= 1.01 * free_s
+
+
+def test_stages_that_are_pinned_are_those_of_every_combination(gpt: Job) -> None:
+    stages = ((0, 3), (3, 6), (6, 9), (9, len(gpt.program.segments)))
+    listed = combinations(gpt, Constraints(pp=2, stages=stages))
+    assert {each.pp for each in listed} == {2} and {each.each for each in listed} == {2}
+    assert {each.schedule for each in listed} == {name for name, kind in NAMED.items() if kind.takes(2)}
+    plan = search(gpt, Constraints(pp=2, stages=stages), 60.0, certify=False).plan
+    assert tuple((stage.first, stage.stop) for stage in plan.stages) == stages
+
+
+def _least_s(prices: StagePrices, segments: range, allowed: float) -> float:
+    """What segments make again at least to save so little, where each may do parts of its options: the fractional
+    knapsack along the hulls."""
+    hulls = [prices.options[i] for i in segments]
+    steps = sorted(
+        ((b.extra_s - a.extra_s) / (a.saved_bytes - b.saved_bytes), a.saved_bytes - b.saved_bytes)
+        for hull in hulls
+        for a, b in itertools.pairwise(hull)
+        if a.saved_bytes > b.saved_bytes
+    )
+    over, found_s = sum(hull[0].saved_bytes for hull in hulls) - allowed, 0.0
+    for per_byte, nbytes in steps:
+        less = min(max(over, 0.0), nbytes)
+        over, found_s = over - less, found_s + per_byte * less
+    assert over <= 1e-6
+    return found_s
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.6, 0.4])
+def test_positions_are_estimated_to_recompute_one_segment_too_much_at_most(gpt: Job, share: float) -> None:
+    pp, count = 2, 8
+    pricing = Pricing(gpt, Constraints(), 1 << 40, lambda _: None, Deadline(60.0))
+    combination = Combination(pp, (2,), count, "1f1b", 1)
+    (prices, *_) = pricing.priced(combination, [combination])
+    orders = named_times("1f1b", pp, count, 1)
+    bounds = cut_balanced(prices.seconds, orders.held, len(prices.seconds), count)
+    assert bounds is not None
+    memory = prices.memory((2,))
+    stages = tuple(
+        StageCosts(
+            forward_s=sum(prices.forward_s[slice(*bound)]),
+            backward_s=sum(prices.backward_s[slice(*bound)]),
+            activation_bytes=sum(memory.saved_bytes[slice(*bound)]),
+            fixed_bytes=memory.kept_bytes(*bound),
+        )
+        for bound in bounds
+    )
+    for position in range(pp):
+        flying = min(pp - position, count)
+        whole = stages[position].activation_bytes
+        room = stages[position].fixed_bytes + int(share * flying * whole)
+        roomy = stages[1 - position].fixed_bytes + flying * 100 * whole
+        at = [PricedPosition(prices, room if p == position else roomy) for p in range(pp)]
+        found, over, taken = recomputed(at, bounds, stages, orders)
+        assert over is not None and over <= 0
+        assert orders.peak_bytes(tuple(found))[position] <= room
+        segments = range(*bounds[position])
+        extra_s = sum(prices.options[i][taken[i]].extra_s for i in segments)
+        assert found[position].backward_s == pytest.approx(stages[position].backward_s + extra_s)
+        assert not any(taken[i] for i in range(*bounds[1 - position]))
+        steps = [b.extra_s - a.extra_s for i in segments for a, b in itertools.pairwise(prices.options[i])]
+        least_s = _least_s(prices, segments, share * whole)
+        assert least_s * (1 - 1e-9) <= extra_s <= least_s + max(steps) * (1 + 1e-9)
+
+
+def test_what_a_model_makes_again_is_read_off_between_two_prices(gpt: Job) -> None:
+    """As some of its equal segments do one thing and some the next."""
+    pricing = Pricing(gpt, Constraints(), 1 << 40, lambda _: None, Deadline(60.0))
+    combination = Combination(2, (2,), 8, "1f1b", 1)
+    (prices, *_) = pricing.priced(combination, [combination])
+    totals, every = prices.totals, range(len(prices.options))
+    most, least = totals.recomputing[0][0], totals.recomputing[-1][0]
+    for share in np.linspace(0.0, 1.0, 23):
+        allowed = least + share * (most - least)
+        assert totals.least_extra_s(allowed) == pytest.approx(_least_s(prices, every, allowed), rel=1e-6, abs=1e-12)
+    assert totals.least_extra_s(least - 1) == np.inf
+    assert replace(totals, recomputing=totals.recomputing[:1]).least_extra_s(most) == 0.0
+
+
+def test_estimates_of_pinned_stages_are_of_them(gpt: Job) -> None:
+    pricing = Pricing(gpt, Constraints(), 1 << 40, lambda _: None, Deadline(60.0))
+    combination = Combination(2, (2,), 8, "1f1b", 1)
+    (prices, *_) = pricing.priced(combination, [combination])
+    last = len(gpt.program.segments)
+    free = Pricer(gpt.cluster, 1 << 40).estimate(combination, prices, (2,))
+    uneven = Pricer(gpt.cluster, 1 << 40, ((0, 2), (2, last))).estimate(combination, prices, (2,))
+    assert free is not None and uneven is not None
+    assert uneven.bounds == ((0, 2), (2, last)) and uneven.step_s > free.step_s
