@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from paraplan.ir.errors import ConstraintError, MixedSamples
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import LOSS, Name
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import LOSS
 from paraplan.ir.execution.rank_program import Block, BlockRole, OutputPlace, RankProgram, StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.ir.machine.mesh import Layout, P, Partial, R, Shard, layout_text, parse_layout

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.memory_actions import Actions, MemAction, free, run
-from paraplan.ir.execution.names import Name, Role, inside, saved
+from paraplan.ir.execution.name import Name, Role
+from paraplan.ir.execution.names import inside, saved
 from paraplan.ir.execution.rank_program import MESSAGES, Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.model.graph import refs

@@ -13,7 +13,9 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.op_rule import DISCOVERED
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Split, Stage
+from paraplan.ir.optimizer import Optimizer
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, ModelRef, Plan, Split, Stage
 from paraplan.ir.profile import Profile
 from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
 from paraplan.planner.decision_classes import param_classes

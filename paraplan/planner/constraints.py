@@ -293,7 +293,7 @@ class Constraints(Options, frozen=True, kw_only=True):
     )] = ""
     params: Annotated[dict[str, str], Option(
         "",
-        "layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.",
+        "layouts of named parameters, texts as of `ir.param_layouts.ParamLayouts.text`.",
         convert=_as_texts, check=_check_params,
     )] = {}
     # fmt: on

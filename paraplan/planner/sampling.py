@@ -32,7 +32,8 @@ from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program, trained_params
 from paraplan.ir.model.strides import contiguous_strides, is_dense
-from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Split
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, Plan, Split
 from paraplan.lowering.blocks.forward import Given, chosen_strategies
 from paraplan.lowering.blocks.remat import RECOMPUTE, boundary_values, recomputable
 from paraplan.lowering.rewrites.chunks import chunkable_dims, gradients_known

@@ -17,7 +17,8 @@ from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.graph import Graph, Phase
 from paraplan.ir.model.program import Program, SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, Stage
 from paraplan.ir.struct import Value
 from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.rules.choices import axis_parts

@@ -12,8 +12,8 @@ from functools import cache
 from paraplan.cost_models.simulator.live_storages import Place
 from paraplan.cost_models.simulator.peak_attribution import BytesRole, Peak, RoleBytes, Tensor, peak_of
 from paraplan.cost_models.simulator.rank_trace import RankTrace, Simulation
-from paraplan.ir.execution.names import Name
-from paraplan.ir.execution.names import Role as OuterRole
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.name import Role as OuterRole
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.machine.mesh import Layout, parse_layout
 from paraplan.ir.model.program import Program

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paraplan.capture.exporting.fake import overrides_functions, own_functions
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.model.program import given_inputs

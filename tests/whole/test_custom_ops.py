@@ -22,7 +22,8 @@ from paraplan.ir.errors import CodegenError, InvalidPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.op_rule import DISCOVERED, REGISTERED, UNKNOWN, OpRule
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.struct import from_json, to_json
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

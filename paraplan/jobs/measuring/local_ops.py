@@ -27,7 +27,9 @@ from paraplan.ir.model.graph import Arg, Graph, Op, Phase, map_refs, refs
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
+from paraplan.ir.optimizer import Optimizer
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, ModelRef, Plan, Stage
 from paraplan.ir.profile import Measured, detail_of, full_key, odd_strides, shape_key
 from paraplan.lowering import lower
 from paraplan.lowering.blocks.emit import BlockEmitter

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paraplan.ir.model.graph import Arg, ArgKind, arg_kind
 from paraplan.ir.model.tensor import FLOATS
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.profile import UPDATE, VIEW, Measured, OpTime
 from paraplan.jobs.measuring.local_ops import LocalOp
 from paraplan.runtime.executing.instructions import decode_literal, is_factory, resolve

@@ -26,7 +26,7 @@ from paraplan.cost_models.profiles.profile_file import Machine, ProfileWriter
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.profile import OpTime, Profile
 from paraplan.jobs.files import cpu_name
 from paraplan.jobs.measuring.contention import FAULTS, Beside, companions, crowding

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, LocalValue
 from paraplan.ir.machine.mesh import R
 from paraplan.ir.machine.reshard import Move

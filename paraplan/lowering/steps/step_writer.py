@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack
 
-from paraplan.ir.execution.names import Name, under_way
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import under_way
 from paraplan.ir.execution.rank_program import Block, StagedUpdate, Step, StepKind
 
 Parted = tuple[Block | None, ...]

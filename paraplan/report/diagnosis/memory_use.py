@@ -10,7 +10,8 @@ from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.machine.tier_placement import HERE
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.plan import KindChoice, ParamLayouts, Plan
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, Plan
 from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
 from paraplan.lowering.blocks.remat import RECOMPUTE, RERUN
 from paraplan.report.diagnosis.records import MemoryUse, SavedMemory

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from paraplan.ir.errors import ParaplanError, RuntimeFailure
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.offsets import offset_value, place_of
 from paraplan.ir.execution.rank_program import MESSAGES, Block, RankProgram, Step, StepKind
 from paraplan.ir.model.seeds import segment_seed

@@ -17,7 +17,8 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.layers import layers_of
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.lowering.blocks.remat import remat_of
 from paraplan.lowering.verification.verify_plan import verify_plan

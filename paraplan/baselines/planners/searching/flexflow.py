@@ -34,7 +34,7 @@ from paraplan.baselines.planners.searching.degrees import counts, replaced
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.mesh import P, parse_layout
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sharding.formulate import formulate

@@ -23,7 +23,8 @@ import numpy.typing as npt
 from paraplan.ir.machine.mesh import Layout, Shard, parse_layout
 from paraplan.ir.model.program import master_dtype, trained_params
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import ParamLayouts, Plan
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import Plan
 
 Bounds = tuple[tuple[int, int], ...]
 Fits = Callable[[int, int, int], bool]
