@@ -33,6 +33,7 @@ from paraplan.jobs.checking.eager import ModelCall
 from paraplan.jobs.checking.first_steps import FirstSteps
 from paraplan.jobs.measuring.detect import detect
 from paraplan.jobs.models import Made
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.plan_options import CaptureOptions, FitKeywords, FitOptions
@@ -226,7 +227,7 @@ def _precision(model: nn.Module) -> tuple[str, str]:
         raise ConstraintError("fit captures Python modules; give it the module that was scripted or traced")
     params = dict(model.named_parameters())
     numbers = [param for param in params.values() if param.is_floating_point() or param.is_complex()]
-    kinds = {str(param.dtype.to_real()).removeprefix("torch.") for param in numbers}
+    kinds = {dtype_name(param.dtype.to_real()) for param in numbers}
     if kinds not in ({"float32"}, {"float64"}):
         raise ConstraintError(
             f"the parameters are {', '.join(sorted(kinds)) or 'none'}: fit trains models whose parameters are all "

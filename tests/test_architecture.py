@@ -83,7 +83,7 @@ NAMED_ONLY = {
 OPTIONAL = ("matplotlib", "jinja2", "transformers", "safetensors")
 """What may be imported inside a function, being installed only with an extra."""
 
-TORCH_PRIVATE = ("kernels/torch_private.py", "codegen/torch_private.py", "runtime/executing/torch_private.py")
+TORCH_PRIVATE = tuple(f"{room}/torch_private.py" for room in ("kernels", "capture", "codegen", "runtime/executing"))
 NO_TORCH_ROOMS = ("ir", "rules", "lowering", "cost_models", "planner", "baselines", "report", "explaining")
 TORCH_AND_ALL_ON_IT = ("torch", "torchvision", "transformers", "safetensors")
 SOLVERS = ("ortools", "pulp")

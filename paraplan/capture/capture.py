@@ -13,7 +13,6 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor, fx, nn
 
-from paraplan.capture.convert import dtype_text
 from paraplan.capture.cutting.auxiliary import asides_of, make_outputs, plain, read_asides, wanted_outputs
 from paraplan.capture.cutting.cut import cut
 from paraplan.capture.cutting.flow import flows, value_of
@@ -44,6 +43,7 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.program import BatchInput, Denominator, LossTerm, ParamSpec, Program, Segment, SegmentKind
 from paraplan.ir.model.tensor import COMPLEX, TensorSpec
 from paraplan.ir.process.garbage import seldom_collected
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import FakeTensorMode, fake_mode
 
 aten = torch.ops.aten
@@ -211,7 +211,7 @@ def _check_trained(params: Mapping[str, ParamSpec], precision: str, name: str) -
 
 
 def _lifted(x: Tensor, precision: str) -> str:
-    return dtype_text(widened(x.dtype) if precision == "fp64" else x.dtype)
+    return dtype_name(widened(x.dtype) if precision == "fp64" else x.dtype)
 
 
 def _batch_dims(tensors: dict[str, Tensor], given: dict[str, int | None]) -> tuple[int, dict[str, int | None]]:

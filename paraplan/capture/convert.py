@@ -15,6 +15,7 @@ from paraplan.capture.joint_graph import LABEL
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.graph import Arg, Graph, Op, Phase, encode_number
 from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import OpOverload
 
 Names = str | tuple[str | None, ...] | None
@@ -24,14 +25,9 @@ _ONCE = frozenset({"paraplan.float8_scale", "paraplan.float8_cast", "paraplan.fl
 """Ops written once a phase for equal arguments: products that read one tensor cast it once."""
 
 
-def dtype_text(dtype: torch.dtype) -> str:
-    """ "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def spec_of(value: Tensor) -> TensorSpec:
     """Shape and dtype of a tensor."""
-    return TensorSpec(dtype=dtype_text(value.dtype), shape=tuple(int(size) for size in value.shape))
+    return TensorSpec(dtype=dtype_name(value.dtype), shape=tuple(int(size) for size in value.shape))
 
 
 class OpCollector:
@@ -106,7 +102,7 @@ class OpCollector:
         if isinstance(value, (tuple, list)):
             return tuple(self.arg(item) for item in value)
         if isinstance(value, torch.dtype):
-            return ":" + dtype_text(value)
+            return ":" + dtype_name(value)
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
             return None
         if value is None or isinstance(value, (bool, int)):

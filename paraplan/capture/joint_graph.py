@@ -18,16 +18,10 @@ from paraplan.capture.canonical import autograd
 from paraplan.capture.cutting.segments import ForwardGraph, Piece
 from paraplan.capture.precision import pin_dtypes
 from paraplan.capture.source_lines import line_of_stack
+from paraplan.capture.torch_private import recording_graph, trace_ops
 from paraplan.ir.errors import CaptureError, ParaplanError
 from paraplan.ir.model.graph import Phase
-from paraplan.kernels.torch_private import (
-    FakeTensorMode,
-    OpOverload,
-    recording_graph,
-    trace_ops,
-    tree_leaves,
-    tree_map_only,
-)
+from paraplan.kernels.torch_private import FakeTensorMode, OpOverload, tree_leaves, tree_map_only
 
 LABEL = "paraplan_label"
 Label = tuple[Phase, str]

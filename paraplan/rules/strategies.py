@@ -24,7 +24,15 @@ from paraplan.ir.model.graph import Graph, Op, map_refs
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.process.memo import SESSION
 from paraplan.rules.carried_rules import definition_of
-from paraplan.rules.choices import AxisChoice, axis_choices, axis_part, axis_parts, mesh_choices, ring_choices
+from paraplan.rules.choices import (
+    AxisChoice,
+    axis_choices,
+    axis_part,
+    axis_parts,
+    axis_texts,
+    mesh_choices,
+    ring_choices,
+)
 from paraplan.rules.dims import RING, ROUTING, STRIPES, WHOLE, OpDims, replicated
 from paraplan.rules.expansions.overlap import GATHER, SCATTER, parse_pieces, pieces_choice
 
@@ -55,7 +63,7 @@ class Strategy:
     @property
     def ring_axis(self) -> int:
         """The axis a ring, a route or pieces run along; -1 for none. Such an op is lowered to its expansion."""
-        return next((axis for axis, part in enumerate(self.key.split("|")) if is_expanded(part)), -1)
+        return next((axis for axis, part in enumerate(axis_texts(self.key)) if is_expanded(part)), -1)
 
 
 def is_expanded(part: str) -> bool:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.tensor import DTYPE_BYTES
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import FakeTensorMode, tree_leaves
 
 PRECISIONS = {
@@ -84,7 +85,7 @@ def refuse_kinds(what: str, tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         if said := not_dense(name, x):
             raise CaptureError(f"{what} {name!r} is {said}")
-        if str(x.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        if dtype_name(x.dtype) not in DTYPE_BYTES:
             wide = torch.float32 if x.is_floating_point() else torch.int64
             raise CaptureError(f"{what} {name!r} is {x.dtype}, which no plan has; give {name}.to({wide})")
 

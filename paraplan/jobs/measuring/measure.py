@@ -88,7 +88,7 @@ def _best_s(run: Callable[[], Tensor], device: str, seconds: float) -> float:
     def once() -> float:
         started = time.perf_counter()
         run()
-        if device.startswith("cuda"):
+        if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 

@@ -144,7 +144,7 @@ def _op_time(
 
 def sample(run: Callable[[], object], device: str) -> list[float]:
     """Seconds of a call, several times over."""
-    timed = _timed_cuda if device.startswith("cuda") else _timed_cpu
+    timed = _timed_cuda if torch.device(device).type == "cuda" else _timed_cpu
     timed(run, 1)
     guess = timed(run, 1)
     calls = max(1, math.ceil(SAMPLE_S / max(guess, 1e-7)))

@@ -23,6 +23,8 @@ RECOMPUTATION, CHUNKS, UNBUNDLED = "recomputation", "running in chunks", "a coll
 HERE_READ = "gathering large parameters where they are read"
 ORDERED = "a schedule of ops, executed again or waiting elsewhere"
 STATES, PARAMS = "states", "parameters"
+AWAY = frozenset(f"{what} on {tier}" for what in (STATES, PARAMS) for tier in TIERS)
+"""What a plan keeps off the device between steps."""
 
 
 def memory_use(made: Realised, budget_bytes: int | Sequence[int]) -> MemoryUse:

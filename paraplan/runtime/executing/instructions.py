@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, decode_number
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, decode_number, target_parts
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.process.memo import SESSION
 from paraplan.kernels import gpu, reference_kernels
@@ -347,19 +347,20 @@ def resolve(target: str, kernel: str = "") -> Callable[..., Any]:
     """
     if kernel:
         return gpu.kernel(target, kernel)
-    space, _, name = target.partition(".")
-    if space == "paraplan":
+    parts = target_parts(target)
+    name = parts.name
+    if parts.is_canonical:
         found = (
             _OWN.get(name)
             or _WORKING.get(name)
             or (getattr(reference_kernels, name, None) if name in reference_kernels.__all__ else None)
         )
     else:
-        found = getattr(torch.ops, space)
-        for part in name.split("."):
-            found = getattr(found, part, None)
+        found = getattr(torch.ops, parts.namespace)
+        for attribute in parts.attributes:
+            found = getattr(found, attribute, None)
     if found is None or not callable(found):
-        if space in ("paraplan", "aten", "prims"):
+        if parts.namespace in ("paraplan", "aten", "prims"):
             raise CodegenError(f"no op is called {target!r}")
         raise CodegenError(
             f"op {target!r} is not registered with torch in this process; import the module that defines it before "

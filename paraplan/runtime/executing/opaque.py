@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from paraplan.ir.execution.offsets import parse_offset
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, LocalValue
-from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, target_parts
 from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 from paraplan.runtime.executing import instructions
@@ -73,7 +73,7 @@ def compilable(module: fx.GraphModule, block: Block) -> fx.GraphModule:
 
 
 def _is_opaque(instr: Instr) -> bool:
-    if instr.kind is not InstrKind.OP or not instr.target.startswith("paraplan."):
+    if instr.kind is not InstrKind.OP or not target_parts(instr.target).is_canonical:
         return False
     inside = instructions.resolve(instr.target, instr.kernel)
     return inside not in instructions.LAYOUT_KERNELS or instr.target in _PRODUCTS
@@ -102,7 +102,7 @@ class _Caller:
     def by(self, find: Callable[[str], fx.Node]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The op and its arguments, given the nodes of names and offsets."""
         tensors, numbers = [find(name) for name in self.tensors], [find(text) for text in self.numbers]
-        name = self.call.target.removeprefix("paraplan.").strip("_")
+        name = target_parts(self.call.target).word
         of = (name, self.call.kernel, "written" if self.writes else "")
         op = _op("_".join(filter(None, of)), self.writes)
         text = msgspec.json.encode(self.call).decode()
