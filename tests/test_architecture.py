@@ -59,7 +59,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "jobs": ("ir", "rules", "lowering", "kernels", "capture", "cost_models", "runtime", "codegen"),
     "plan_options": ("ir", "planner.constraints"),
     "api": (*BELOW_THE_API, "baselines"),
-    "fitting": (*BELOW_THE_API, "api"),
+    "fitting": (*BELOW_THE_API, "kernels.dtypes", "api"),
     "explaining": ("ir", "cost_models.realised_plan", "planner", "report", "api"),
     "comparing": ("ir", "rules", "planner", "baselines", "api", "plan_options"),
     "terminal": ("ir", "capture", "report", "jobs", "plan_options", "cost_models"),

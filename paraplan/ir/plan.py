@@ -18,6 +18,7 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import Optimizer
 from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.ir.profile import Profile
+from paraplan.ir.step_options import StepOptions
 from paraplan.ir.struct import Value
 
 PLAN_VERSION = 3
@@ -173,8 +174,8 @@ REDUCE_DTYPES = {"": "", "fp32": "float32", "bf16": "bfloat16"}
 """In which dtype gradients may be summed over ranks; "" where each is summed in the dtype it then has."""
 
 
-class Plan(Value, frozen=True, kw_only=True):
-    """Everything needed to simulate, show and run one training step.
+class Plan(StepOptions, frozen=True, kw_only=True):
+    """Everything needed to simulate, show and run one training step; how it is done throughout is in `StepOptions`.
 
     Attributes:
         version: of this format.
@@ -184,27 +185,12 @@ class Plan(Value, frozen=True, kw_only=True):
         cluster: where it runs, with the rates used.
         num_microbatches: microbatches per step; each takes 1/num of the global batch.
         optimizer: what keeps states.
-        bundle_bytes: from how many bytes on small parameters and gradients of several segments set out together;
-            0: nothing waits for another segment's.
-        reducing_bytes: what gradients on their way to the optimizer's layout may hold until they are there, where a
-            collective holds what it reads (a reduce-scatter does); two are under way in any case.
-        reduce_every: of how many microbatches of a stage gradients are added up, as they are made, before they are
-            brought to the layout they accumulate in (`lowering.steps.microbatch_groups`).
         sum_products: whether products add the gradients of weights to their sums themselves, and make those of halves
             in float32 where they are to be (`lowering.rewrites`: `summed_grads`, `wide_grads`).
         compiled: whether forward and backward blocks go through torch.compile.
         reduce_dtype: "fp32" or "bf16": in which half precisions sum parameters' gradients over a mesh's ranks. "": in
             themselves as gradients are made (ZeRO-2, ZeRO-3, tensor parallelism), in float32 once a step (ZeRO-0,
             ZeRO-1). Accumulators, and what stages that share a parameter exchange, are float32 in any case.
-        hold_casts: whether weights are cast to float8 once a step and held, not in every forward and backward.
-        delayed_update: after how many steps the host's updates of states that stay there are done beside the next
-            step's work, and so are one step late (see `lowering.steps.delayed_update`); None: never.
-        params_ahead: whether large sharded parameters are gathered beside the segment before the one that reads them,
-            as small ones are (`lowering.transfers.param_allgather`), and not in the block that does.
-        states_ahead: whether the first states that come to their update set out before the last segment's backward, and
-            not after it (see `lowering.transfers.streamed_update`).
-        parted_messages: whether, of what a stage sends, ranks that hold the same send a part each, which the next stage
-            gathers where it is read (Narayanan et al. 2021, section 4.1); gradients added to whole ones go whole.
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
             copied to a tier and back (`ir.execution.memory_actions`); None: as lowered.
@@ -216,6 +202,10 @@ class Plan(Value, frozen=True, kw_only=True):
     """
 
     left_out: ClassVar[tuple[str, ...]] = ("pins", "tried")
+    written_first: ClassVar[tuple[str, ...]] = (
+        *("version", "made_with", "model", "program", "cluster", "num_microbatches", "optimizer"),
+        *("bundle_bytes", "reducing_bytes", "reduce_every", "sum_products", "compiled", "reduce_dtype"),
+    )
 
     version: int = PLAN_VERSION
     made_with: dict[str, str]
@@ -224,17 +214,9 @@ class Plan(Value, frozen=True, kw_only=True):
     cluster: ClusterSpec
     num_microbatches: int
     optimizer: Optimizer
-    bundle_bytes: int = 8 << 20
-    reducing_bytes: int = 0
-    reduce_every: int = 1
     sum_products: bool = True
     compiled: bool = False
     reduce_dtype: str = ""
-    hold_casts: bool = False
-    delayed_update: int | None = None
-    params_ahead: bool = False
-    states_ahead: bool = False
-    parted_messages: bool = False
     stages: tuple[Stage, ...]
     schedule: Schedule
     memory_actions: str | None = None
@@ -244,6 +226,11 @@ class Plan(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     pins: dict[str, Any] = {}
     tried: Annotated[tuple[Tried, ...], msgspec.Meta(max_length=MOST_TRIED)] = ()
+
+    @property
+    def options(self) -> StepOptions:
+        """How the step is done throughout, by itself."""
+        return StepOptions(**{name: getattr(self, name) for name in StepOptions.__struct_fields__})
 
     @property
     def num_shares(self) -> int:

@@ -64,7 +64,9 @@ def fit_split(
         return closest
     if not any(choice.split for choice in best.plan.stages[0].choices):
         return best
-    kept = realise(job, replace(decisions, bundle_bytes=best.plan.bundle_bytes)).simulation
+    kept = realise(
+        job, replace(decisions, options=decisions.options.but(bundle_bytes=best.plan.bundle_bytes))
+    ).simulation
     return replace(best, extra_s=work_s(best.simulation) - work_s(kept))
 
 
