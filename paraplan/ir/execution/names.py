@@ -74,18 +74,36 @@ def grad_of(name: str, m: int) -> Name:
 
 @_kept
 def saved(segment: int, local: str, m: int) -> Name:
-    """A value inside a segment that is saved for its backward."""
+    """A value inside a segment that is saved for its backward.
+
+    Args:
+        segment: whose it is.
+        local: its name in the segment's block.
+        m: the microbatch.
+    """
     return Name(Role.SAVED, local, segment, microbatch=m)
 
 
 def inside(block: str, local: str, m: int) -> Name:
-    """A value inside a block that is no segment's."""
+    """A value inside a block that is no segment's.
+
+    Args:
+        block: the block's name.
+        local: its name there.
+        m: the microbatch.
+    """
     return Name(Role.SAVED, local, microbatch=m, block=block)
 
 
 @_kept
 def half(segment: int, local: str, m: int) -> Name:
-    """What the first part of a segment's backward keeps for the second."""
+    """What the first part of a segment's backward keeps for the second.
+
+    Args:
+        segment: whose it is.
+        local: its name in the segment's block.
+        m: the microbatch.
+    """
     return Name(Role.HALF, local, segment, microbatch=m)
 
 
@@ -121,7 +139,14 @@ def magnitude(name: str) -> Name:
 
 
 def grouped(name: str, stage: int, way: int, first: int) -> Name:
-    """The sum of a parameter's gradients of a stage and several microbatches, from `first` on, that move alike."""
+    """The sum of a parameter's gradients of a stage and several microbatches, from `first` on, that move alike.
+
+    Args:
+        name: of the parameter.
+        stage: whose microbatches.
+        way: to the accumulator, where there are several.
+        first: of the microbatches.
+    """
     return Name(Role.GROUPED, name, number=way, microbatch=first, stage=stage)
 
 
@@ -137,13 +162,25 @@ def under_way(number: int) -> Name:
 
 @_kept
 def gathered(segment: int, slot: int, action: str) -> Name:
-    """A segment's parameter gathered ahead."""
+    """A segment's parameter gathered ahead.
+
+    Args:
+        segment: that reads it.
+        slot: of the parameter among the segment's.
+        action: during which it is gathered.
+    """
     return Name(Role.GATHERED, "", segment, slot, action=action)
 
 
 @_kept
 def fetched(segment: int, slot: int, action: str) -> Name:
-    """A segment's parameter copied to the device."""
+    """A segment's parameter copied to the device.
+
+    Args:
+        segment: that reads it.
+        slot: of the parameter among the segment's.
+        action: during which it is copied.
+    """
     return Name(Role.FETCHED, "", segment, slot, action=action)
 
 

@@ -111,7 +111,11 @@ def _local(spec: Measured) -> LocalValue:
 
 
 def whole_plan(program: Program, cluster: ClusterSpec, optimizer: Optimizer) -> Plan:
-    """The plan of one device that keeps everything: nothing is decided."""
+    """The plan of one device that keeps everything: nothing is decided.
+
+    Args:
+        program, cluster, optimizer: as in the plan; the cluster's first device runs it.
+    """
     mesh = make_mesh((1,), ("dp",))
     whole = layout_text((R,))
     choices = tuple(
@@ -157,7 +161,12 @@ class Family:
 
 
 def families(program: Program, cluster: ClusterSpec, optimizer: Optimizer, ways: int) -> tuple[Family, ...]:
-    """All local ops of a program on meshes of up to `ways` devices: first those of one device, then op by op."""
+    """All local ops of a program on meshes of up to `ways` devices: first those of one device, then op by op.
+
+    Args:
+        program, cluster, optimizer: as of `whole_plan`.
+        ways: devices of the largest mesh.
+    """
     alone: dict[str, LocalOp] = {}
     found = {"": Family("", lambda: alone.values())}
     for plan in _plans(whole_plan(program, cluster, optimizer)):

@@ -123,7 +123,11 @@ class Meter:
     def update(
         self, name: str, cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...]
     ) -> OpTime:
-        """The time of an optimizer's update of a parameter."""
+        """The time of an optimizer's update of a parameter.
+
+        Args:
+            name, cls, options, shape: as of `measure_ops.measure_update`.
+        """
         with self.others.running(partial(updater, cls, options, shape, "cpu")):
             return self.stretched(measure_update(name, cls, options, shape, self.device))
 
