@@ -381,6 +381,10 @@ def device_budget(cluster: ClusterSpec, constraints: Constraints, group: int | N
     """Bytes any device, or any of a group, may hold: what is allowed, and at most the smallest one's memory less its
     reserve.
 
+    Args:
+        cluster: whose devices.
+        constraints: with the memory and the reserve that were pinned.
+        group: number of a group; None: the smallest device of all.
     Raises:
         InfeasibleError: nothing is left.
     """

@@ -83,6 +83,10 @@ class Pricer(ClosedForm):
     def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
         """What a combination comes to; None where its stages cannot be cut.
 
+        Args:
+            combination: degrees, schedule and microbatches.
+            prices: of a sharding for its positions.
+            mesh_shape: of a position.
         Raises:
             ConstraintError: its schedule does not take its microbatches.
         """

@@ -70,8 +70,13 @@ def param_options(
     """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored.
 
     A stored copy that can be gathered ahead of the step's first use is, where the state is on the device; not so for
-    pins (`ParamOption.eager`). `places`: where optimizer states, and stored copies that can be their states' storages,
-    may be.
+    pins (`ParamOption.eager`).
+
+    Args:
+        precision: of the program.
+        cls: parameters that lie alike.
+        mesh_shape: of the stage.
+        places: where optimizer states, and stored copies that can be their states' storages, may be.
     """
     dtype = master_dtype(precision, cls.spec.dtype)
     found: dict[ParamOption, None] = {}
