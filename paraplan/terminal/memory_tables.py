@@ -18,7 +18,13 @@ _WIDTH, _CODE = 12, 60
 
 
 def show_memory(console: Console, title: str, told: Sequence[MemoryTold]) -> None:
-    """Every rank class."""
+    """Every rank class.
+
+    Args:
+        console: shown on.
+        title: above.
+        told: a rank class each.
+    """
     console.print(f"[bold]{escape(title)}[/bold]")
     for each in told:
         _class(console, each, len(told) > 1)

@@ -36,7 +36,13 @@ def show_plan(console: Console, plan: Any) -> None:
 
 
 def show_summary(console: Console, plan: Any, saved: Path | None) -> None:
-    """The few lines a command that made a plan ends with."""
+    """The few lines a command that made a plan ends with.
+
+    Args:
+        console: shown on.
+        plan: a public `Plan`.
+        saved: where it was written; None where it was not.
+    """
     data = plan.data
     console.print(f"[bold]{escape(title(data))}[/bold]")
     said = dict(facts(data))
@@ -51,7 +57,14 @@ def show_summary(console: Console, plan: Any, saved: Path | None) -> None:
 
 
 def show_simulation(console: Console, plan: Any, simulation: Any, trace: Path | None) -> None:
-    """A price."""
+    """A price.
+
+    Args:
+        console: shown on.
+        plan: a public `Plan`.
+        simulation: of it.
+        trace: where its timeline was written; None where it was not.
+    """
     console.print(f"[bold]{escape(plan.data.model.display)} on {escape(plan.data.cluster.name)}[/bold]")
     console.print(_facts(verdict(plan.data, simulation)))
     table = _table(columns("stream", "busy", "of the step", numbers=2))

@@ -72,7 +72,13 @@ class BlockEmitter(LayoutMoves):
     ) -> None:
         """A value the caller can bind as `name`; it becomes an input of the block only if read.
 
-        Ops ask for it as `known_as` where that differs. `zeros`: its padding is zero.
+        Args:
+            name: that it is bound as.
+            spec: of the whole value.
+            layout: that it has, on the extended mesh.
+            strides: of a rank's part; None: row by row.
+            known_as: what ops ask for it as; "" where that is its name.
+            zeros: whether its padding is zero.
         """
         shape = local_shape(spec.shape, layout, self.mesh_shape)
         nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
@@ -101,7 +107,13 @@ class BlockEmitter(LayoutMoves):
         self._at[name, layout] = local
 
     def rename(self, name: str, source: str, layout: Layout) -> None:
-        """Declare that a value is another one, which is brought to a layout."""
+        """Declare that a value is another one, which is brought to a layout.
+
+        Args:
+            name: what it is declared as.
+            source: the value that it is.
+            layout: that it is brought to.
+        """
         self.specs[name] = self.specs[source]
         self._home[name] = layout
         self._at[name, layout] = self.get(source, layout)
@@ -145,13 +157,25 @@ class BlockEmitter(LayoutMoves):
         return known[local].storage_bytes if local in known else 0
 
     def move(self, name: str, local: str, move: Move) -> str:
-        """Emit one move of a value; returns the local name of the result."""
+        """Emit one move of a value; returns the local name of the result.
+
+        Args:
+            name: of the value.
+            local: its name in the layout that the move begins with.
+            move: along one axis.
+        """
         result = self._move(name, local, move)
         keep_zeros(self, name, local, move, result)
         return result
 
     def path(self, name: str, layout: Layout, since: Layout | None = None) -> tuple[Move, ...]:
-        """The moves that bring a value to a layout from another one, or from that it was given or made in."""
+        """The moves that bring a value to a layout from another one, or from that it was given or made in.
+
+        Args:
+            name: of the value.
+            layout: that it is to have.
+            since: that it has; None: that it was given or made in.
+        """
         return self._steps(name, since or self._home[name], layout)
 
     def _steps(self, name: str, before: Layout, after: Layout) -> tuple[Move, ...]:
@@ -180,7 +204,14 @@ class BlockEmitter(LayoutMoves):
         return issued.base
 
     def op(self, op: Op, graph: Graph, strategy: Strategy, origin: int) -> None:
-        """Emit one op of the joint graph under a strategy (layouts on the extended mesh)."""
+        """Emit one op of the joint graph under a strategy.
+
+        Args:
+            op: of the graph.
+            graph: a kind's, with specs of whole values.
+            strategy: what it does; layouts are on the extended mesh.
+            origin: the op's index in the graph.
+        """
         self._origin = origin
         wanted = tuple(zip(op.tensors, strategy.inputs, strict=True))
         names = row_major(self, op, {key: self.get(*key) for key in wanted})
@@ -271,7 +302,15 @@ class BlockEmitter(LayoutMoves):
     def view(
         self, target: str, args: tuple[Arg, ...], source: str, out: str, shape: Dims, change: bool = False
     ) -> None:
-        """Emit a view, or the copy that a reshape must be."""
+        """Emit a view, or the copy that a reshape must be.
+
+        Args:
+            target, args: of the view.
+            source: local name of what it views.
+            out: local name of the result.
+            shape: of the result.
+            change: whether it belongs to a change of layout.
+        """
         value = self.values[source]
         strides = _view_result(target, args, value, shape)
         if strides is None:
@@ -299,7 +338,13 @@ class BlockEmitter(LayoutMoves):
         kwargs: dict[str, Arg] | None = None,
     ) -> str:
         """Emit an op outside the joint graph, with one fresh result: a cast lies as its input does, all else row by
-        row."""
+        row.
+
+        Args:
+            target, args, kwargs: the op.
+            out: local name of the result.
+            dtype, shape: of the result.
+        """
         source = self.values[str(args[0])[1:]] if target == "aten._to_copy.default" else None
         lies = contiguous_strides(shape) if source is None else elementwise_strides(shape, [(shape, source.strides)])
         self._fresh(out, dtype, shape, lies)
@@ -309,7 +354,13 @@ class BlockEmitter(LayoutMoves):
         return out
 
     def cast(self, local: str, dtype: str, out: str) -> str:
-        """Emit a cast of a local value, which lies as it does."""
+        """Emit a cast of a local value, which lies as it does.
+
+        Args:
+            local: name of what is cast.
+            dtype: to which.
+            out: local name of the result.
+        """
         shape = self.values[local].shape
         return self.local("aten._to_copy.default", ("%" + local,), out, dtype, shape, {"dtype": ":" + dtype})
 
@@ -318,13 +369,27 @@ class BlockEmitter(LayoutMoves):
         self._add(Instr(target=target, args=args, outs=(), origin=-1, layout_change=True))
 
     def define(self, name: str, spec: TensorSpec, layout: Layout) -> None:
-        """Declare that a local value made by `local` is a value in a layout."""
+        """Declare that a local value, which has the value's name, is that value in a layout.
+
+        Args:
+            name: of both.
+            spec: of the whole value.
+            layout: that it has.
+        """
         self.specs[name] = spec
         self._home[name] = layout
         self._at[name, layout] = name
 
     def adopt(self, name: str, spec: TensorSpec, local: str, made: Layout, home: Layout) -> None:
-        """Declare that a local value is a value in the layout it was made in, and bring it to another at once."""
+        """Declare that a local value is a value in the layout it was made in, and bring it to another at once.
+
+        Args:
+            name: of the value.
+            spec: of the whole value.
+            local: name of what was made.
+            made: layout it was made in.
+            home: layout it is brought to.
+        """
         self.specs[name], self._home[name] = spec, home
         for move in self._steps(name, made, home):
             local = self.move(name, local, move)
@@ -335,11 +400,21 @@ class BlockEmitter(LayoutMoves):
         self.values[name] = LocalValue(dtype=dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
 
     def fresh(self, name: str, dtype: str, shape: Dims) -> None:
-        """Declare a value with a contiguous storage of its own."""
+        """Declare a value with a contiguous storage of its own.
+
+        Args:
+            name: local.
+            dtype, shape: of a rank's part.
+        """
         self._fresh(name, dtype, shape, contiguous_strides(shape))
 
     def add_many(self, target: str, args: tuple[Arg, ...], outs: Sequence[str]) -> None:
-        """Emit an op outside the joint graph whose results are declared already."""
+        """Emit an op outside the joint graph whose results are declared already.
+
+        Args:
+            target, args: the op.
+            outs: local names of its results.
+        """
         self._add(Instr(target=target, args=args, outs=tuple(outs), origin=self._origin, layout_change=True))
 
     def _add(self, instr: Instr) -> None:

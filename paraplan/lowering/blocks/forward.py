@@ -345,6 +345,14 @@ def _certain(op: Op) -> Op:
 def give_sources(
     emitter: BlockEmitter, kind: SegmentKind, context: KindContext, early: tuple[Move | None, ...]
 ) -> None:
+    """Gives a block of a kind what it may read: parameters, inputs and seeds.
+
+    Args:
+        emitter: of the block.
+        kind: whose values they are.
+        context: layouts of parameters and inputs.
+        early: per parameter, the move that was made of it before the block; None for none.
+    """
     values = kind.graph.values
     for name, layout, move in zip(kind.params, context.params, early, strict=True):
         emitter.give(name, values[name], (R, *layout) if move is None else move.after, zeros=True)

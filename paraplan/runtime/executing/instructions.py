@@ -63,7 +63,14 @@ def _padded(x: Tensor, dim: int, length: int, start: int = 0) -> Tensor:
 
 
 def stack(x: Tensor, n: int, dim: int, block: int = 0) -> Tensor:
-    """The n chunks of x along `dim`, one after another along dim 0; `block`: chunks so long, then zeros."""
+    """The n chunks of x along `dim`, one after another along dim 0.
+
+    Args:
+        x: a rank's part.
+        n: chunks.
+        dim: along which.
+        block: elements of every chunk, zeros where x has none; 0: x divides evenly.
+    """
     if not block:
         return fresh(x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)).flatten(0, 1)
     if dim == 0:
@@ -79,7 +86,14 @@ def stack(x: Tensor, n: int, dim: int, block: int = 0) -> Tensor:
 
 
 def unstack(x: Tensor, n: int, dim: int, size: int = 0) -> Tensor:
-    """The n chunks of x along dim 0, side by side along `dim`: the inverse of `stack`; `size`: the first so many."""
+    """The n chunks of x along dim 0, side by side along `dim`: the inverse of `stack`.
+
+    Args:
+        x: chunks one after another along dim 0.
+        n: chunks.
+        dim: along which they are joined.
+        size: elements of the result there, the first so many; 0: all.
+    """
     parts = x.unflatten(0, (n, x.shape[0] // n))
     if not size:
         return fresh(parts.movedim(0, dim)).flatten(dim, dim + 1)
@@ -93,14 +107,26 @@ def unstack(x: Tensor, n: int, dim: int, size: int = 0) -> Tensor:
 
 
 def fill_tail_(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> Tensor:
-    """x with padding overwritten: x is the block from `start` on of a dim of `size` elements."""
+    """x with padding overwritten.
+
+    Args:
+        x: a block of the whole along a dim.
+        dim: which.
+        size: elements of the whole there, beyond which is padding.
+        start: where the block begins in it.
+        value: written.
+    """
     there = min(max(size - start, 0), x.shape[dim])
     x.narrow(dim, there, x.shape[dim] - there).fill_(value)
     return x.view_as(x)
 
 
 def fill_tail(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> Tensor:
-    """A copy of x with its padding overwritten."""
+    """A copy of x with its padding overwritten.
+
+    Args:
+        x, dim, size, start, value: as of `fill_tail_`.
+    """
     return fill_tail_(fresh(x), dim, size, start, value)
 
 
@@ -139,7 +165,14 @@ def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def unpack_stacked(buffer: Tensor, n: int, shapes: Sequence[Sequence[int]], dims: Sequence[int]) -> list[Tensor]:
-    """n buffers one after another, each of shards of these shapes: every tensor's shards joined along its dim."""
+    """n buffers one after another, each of shards of these shapes: every tensor's shards joined along its dim.
+
+    Args:
+        buffer: n buffers, flat.
+        n: ranks.
+        shapes: of one rank's shard of each tensor.
+        dims: along which each tensor's shards are joined.
+    """
     parts = buffer.view(n, -1).split([*map(math.prod, shapes)], 1)
     return [
         fresh(part.unflatten(1, tuple(shape)).movedim(0, dim)).flatten(dim, dim + 1)
@@ -200,7 +233,15 @@ def constant(
 
 
 def collective(x: Tensor, kind: str, reduction: str, axis: int, *more: object) -> Tensor:
-    """A collective that no process group is bound to yet; only a transport can run it."""
+    """A collective that no process group is bound to yet; only a transport can run it.
+
+    Args:
+        x: sent.
+        kind: of the collective.
+        reduction: of it; "" where it has none.
+        axis: of the mesh.
+        more: further arguments.
+    """
     raise CodegenError(f"{kind} over axis {axis} was called before it was bound to a process group")
 
 
@@ -279,7 +320,13 @@ def keep(x: Tensor, tier: str, home: TierTensor, copier: Copier) -> TierTensor:
 
 
 def wait_copy(issued: Any, held: Any, copier: Copier) -> Any:
-    """Waits for a copy; `held` is what it reads, alive until here."""
+    """Waits for a copy.
+
+    Args:
+        issued: what was returned where it was issued.
+        held: what it reads, alive until here.
+        copier: that issued it.
+    """
     return copier.wait(issued)
 
 
