@@ -273,7 +273,7 @@ def _rewrite(
 ) -> tuple[ForwardGraph, list[LossFraction], dict[str, fx.Node]]:
     graph, names, constants, updates = exported[:4]
     rewriter = Rewriter(graph, mode)
-    join_ties(graph, names, first_names)
+    join_ties(names, first_names)
     clean(graph)
     if precision == "fp64":
         constants = lift_to_float64(graph, rewriter, constants)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.model.graph import Arg, ArgKind, Op, arg_kind, arg_text, decode_number, target_parts
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, decode_number, target_parts
 from paraplan.ir.model.scan import Scan, parse_scan
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.process.memo import SESSION
@@ -62,10 +62,6 @@ def _literal(arg: Arg) -> Arg:
         return decode_number(arg)
     text = arg_text(arg)
     return getattr(torch, text) if text in DTYPE_BYTES else text
-
-
-def _is_factory(op: Op) -> bool:
-    return not op.tensors
 
 
 def _calls(scan: Scan) -> tuple[_Call, ...]:

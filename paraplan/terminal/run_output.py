@@ -23,12 +23,11 @@ from paraplan.report.units import show_bytes, show_seconds
 from paraplan.terminal.output import out, print_json
 
 
-def spawn(path: Path, plan: Plan, args: Sequence[str], result_env: str) -> dict[str, Any]:
+def spawn(plan: Plan, args: Sequence[str], result_env: str) -> dict[str, Any]:
     """Start the same command on as many local processes as the plan has devices.
 
     Args:
-        path: of the plan file.
-        plan: read from it.
+        plan: of the run.
         args: of the command.
         result_env: the variable by which the first rank is told where its result goes.
     Returns:

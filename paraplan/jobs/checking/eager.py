@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from paraplan.jobs.models import Made
 from paraplan.kernels.torch_private import tree_leaves, tree_map_only
 
 Tensors = Mapping[str, Tensor]
-Cast = Callable[[Tensor], Tensor]
 _HALVES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _NARROW = {
     torch.float16: torch.float64,
