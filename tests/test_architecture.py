@@ -54,7 +54,15 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "planner": ("ir", "rules", "lowering", "cost_models"),
     "baselines": ("ir", "rules", "lowering", "cost_models", "planner"),
     "runtime": ("ir", "rules.time_axis", "kernels", "lowering", *READ_BY_THE_RUNTIME),
-    "codegen": ("ir", "kernels", "runtime.executing.instructions", "runtime.transport.collectives"),
+    "codegen": (
+        *(
+            "ir",
+            "kernels",
+            "runtime.executing.instructions",
+            "runtime.executing.targets",
+            "runtime.transport.collectives",
+        ),
+    ),
     "report": ("ir", "rules", "lowering", "cost_models"),
     "jobs": ("ir", "rules", "lowering", "kernels", "capture", "cost_models", "runtime", "codegen"),
     "plan_options": ("ir", "planner.constraints"),
@@ -330,20 +338,25 @@ def says_nothing_of_parameters(module: Module) -> Iterator[str]:
     if not module.path.startswith(DOCUMENTED):
         return
     classes = [node for node in module.tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    commands = set(commands_of(module))
     for function in (node for of in (module.tree, *classes) for node in of.body if isinstance(node, ast.FunctionDef)):
         args = function.args
         names = [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs) if each.arg not in OWN]
-        said = ast.get_docstring(function) or ""
-        missing = [name for name in names if not re.search(rf"\b{name}\b.*:", said.partition("Args:")[2])]
-        shared = FAMILIES.get(tuple(names))
-        if (
-            function.name.startswith("_")
-            or is_decorated(function, *COMMANDS)
-            or (shared and module.path.startswith(shared))
-        ):
+        if len(names) < 3 or function.name.startswith("_") or function.name in commands:
             continue
-        if len(names) > 2 and missing:
+        if module.path.startswith(FAMILIES.get(tuple(names), "-")):
+            continue
+        said = (ast.get_docstring(function) or "").partition("Args:")[2]
+        if missing := [name for name in names if not re.search(rf"\b{name}\b.*:", said)]:
             yield f"{module.path}:{function.lineno} {function.name}() says nothing of {', '.join(missing)} under Args:"
+
+
+def commands_of(module: Module) -> Iterator[str]:
+    """Functions that are commands: `@app.command()`, or `app.command("name")(function)`."""
+    yield from (function.name for function in functions(module) if is_decorated(function, *COMMANDS))
+    for node in module.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) and dotted(node.func.func) in COMMANDS:
+            yield from filter(None, map(dotted, node.args))
 
 
 def reads_labels(module: Module) -> Iterator[str]:
@@ -361,7 +374,7 @@ def reads_labels(module: Module) -> Iterator[str]:
         else:
             continue
         if (name := dotted(read)) and (name.endswith(LABELS) or name.rpartition(".")[2] in TYPED):
-            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Step.phase, Stream.kind, target_parts() ..."
+            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, target_parts() ..."
         for given in node.args if isinstance(node, ast.Call) else ():
             if isinstance(given, ast.Constant) and given.value in ("%", "#", "~", ">", "|"):
                 yield f"{module.path}:{node.lineno} reads {given.value!r}; ask arg_kind(), arg_text() or axis_parts()"

@@ -27,7 +27,8 @@ from paraplan.kernels.torch_private import tree_leaves, tree_map_only
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.executing.instructions import INSTR, resolve
+from paraplan.runtime.executing.instructions import INSTR
+from paraplan.runtime.executing.targets import resolve
 from paraplan.runtime.in_process import InProcessTrainer
 
 MODELS = ("gpt2", "llama", "t5", "vit", "unet", "resnet", "dlrm", "mixtral")

@@ -25,7 +25,7 @@ from paraplan.ir.model.tensor import FLOATS
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.profile import UPDATE, VIEW, Measured, OpTime
 from paraplan.jobs.measuring.local_ops import LocalOp
-from paraplan.runtime.executing.instructions import decode_literal, is_factory, resolve
+from paraplan.runtime.executing.targets import decode_literal, is_factory, resolve
 from paraplan.runtime.executing.torch_private import hold_up
 from paraplan.runtime.executing.tracker import Ledger, Tracker
 

@@ -1,20 +1,15 @@
 """Building one block: local ops and their memory; changes of layout are emitted by `moves`.
 
-A `BlockEmitter` holds values by (name, layout). Asking for a value in a layout it is not in emits the moves
-of `ir.machine.reshard` once; later requests reuse the result. Shapes follow from layouts, strides from
-`ir.model.strides`; a reshape that cannot be a view becomes an explicit copy.
+Values are held by (name, layout) (`laid_values`). Shapes follow from layouts, strides from `ir.model.strides`; a
+reshape that cannot be a view becomes an explicit copy.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import msgspec
-
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
-from paraplan.ir.machine.mesh import Layout, layout_text, local_shape, padded_dims
-from paraplan.ir.machine.reshard import Move, reshard_path
+from paraplan.ir.machine.mesh import Layout, layout_text, local_shape
 from paraplan.ir.model.graph import Arg, Graph, Op, map_refs
 from paraplan.ir.model.strides import (
     contiguous_strides,
@@ -23,12 +18,12 @@ from paraplan.ir.model.strides import (
     merges_batch,
     view_strides,
 )
-from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit_carried import emit_carried, row_major
 from paraplan.lowering.blocks.expand import emit_expansion
 from paraplan.lowering.blocks.finish import finish_block, split_block
-from paraplan.lowering.blocks.moves import LayoutMoves
-from paraplan.lowering.blocks.padding import fill_padding, keep_zeros
+from paraplan.lowering.blocks.laid_values import LaidValues
+from paraplan.lowering.blocks.padding import fill_padding
 from paraplan.lowering.transfers.activation_offload import away_value
 from paraplan.rules.carried_rules import local_args
 from paraplan.rules.dims import op_def
@@ -38,7 +33,7 @@ from paraplan.rules.strategies import Strategy
 Dims = tuple[int, ...]
 
 
-class BlockEmitter(LayoutMoves):
+class BlockEmitter(LaidValues):
     """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
     `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `zeroed` has (local value,
@@ -46,155 +41,14 @@ class BlockEmitter(LayoutMoves):
     """
 
     def __init__(self, name: str, mesh_shape: Dims, role: BlockRole, kind: str = "", overwrites: bool = False) -> None:
+        super().__init__(mesh_shape, overwrites)
         self.name, self.role, self.kind = name, role, kind
-        self.mesh_shape = mesh_shape
-        self.overwrites = overwrites
-        self.values: dict[str, LocalValue] = {}
-        self.specs: dict[str, TensorSpec] = {}
-        self.inputs: dict[str, None] = {}
-        self._home: dict[str, Layout] = {}
-        self._given: dict[str, LocalValue] = {}
-        self._arriving: dict[str, tuple[LocalValue, LocalValue]] = {}
-        self._at: dict[tuple[str, Layout], str] = {}
         self._instrs: list[Instr] = []
-        self._origin = -1
         self.filled: dict[tuple[str, int, float], str] = {}
-        self.zeroed: set[tuple[str, int]] = set()
-
-    def give(
-        self,
-        name: str,
-        spec: TensorSpec,
-        layout: Layout,
-        strides: Dims | None = None,
-        known_as: str = "",
-        zeros: bool = False,
-    ) -> None:
-        """A value the caller can bind as `name`; it becomes an input of the block only if read.
-
-        Args:
-            name: that it is bound as.
-            spec: of the whole value.
-            layout: that it has, on the extended mesh.
-            strides: of a rank's part; None: row by row.
-            known_as: what ops ask for it as; "" where that is its name.
-            zeros: whether its padding is zero.
-        """
-        shape = local_shape(spec.shape, layout, self.mesh_shape)
-        nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
-        strides = contiguous_strides(shape) if strides is None else strides
-        self._given[name] = LocalValue(dtype=spec.dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
-        known = known_as or name
-        self.specs[known] = spec
-        self._home[known] = layout
-        self._at[known, layout] = name
-        if zeros:
-            self.zeroed.update((name, dim) for dim, _ in padded_dims(spec.shape, layout, self.mesh_shape))
-
-    def arrive(self, name: str, spec: TensorSpec, layout: Layout, parts: tuple[str, LocalValue, LocalValue]) -> None:
-        """A value that is being copied back from a tier: waited for just before it is first read.
-
-        Args:
-            name: of the value.
-            spec, layout: as for `give`.
-            parts: see `away.AwayValue.returning`.
-        """
-        local, issued, held = parts
-        self._given[local] = msgspec.structs.replace(issued, storage_bytes=0)
-        self._arriving[local] = (issued, held)
-        self.specs[name] = spec
-        self._home[name] = layout
-        self._at[name, layout] = local
-
-    def rename(self, name: str, source: str, layout: Layout) -> None:
-        """Declare that a value is another one, which is brought to a layout.
-
-        Args:
-            name: what it is declared as.
-            source: the value that it is.
-            layout: that it is brought to.
-        """
-        self.specs[name] = self.specs[source]
-        self._home[name] = layout
-        self._at[name, layout] = self.get(source, layout)
-
-    def serves(self, origin: int) -> None:
-        """What is emitted from here on serves this op of the joint graph."""
-        self._origin = origin
-
-    def home(self, name: str) -> Layout:
-        """The layout a value was given or made in."""
-        return self._home[name]
-
-    def get(self, name: str, layout: Layout) -> str:
-        """The local name of a value in a layout, moving it there first if need be."""
-        found = self._at.get((name, layout))
-        if found is None:
-            source = self._home[name]
-            found = self._use(self._at[name, source])
-            for move in self.path(name, layout):
-                found = self.move(name, found, move)
-            self._at[name, layout] = found
-        return self._use(found)
-
-    def lean(self, name: str, layout: Layout) -> bool:
-        """Whether a value lies in a layout already, in no more elements and bytes of storage than as it was made.
-
-        The planner knows the elements alone, and prices what may be saved so (`planner.sharding.space.saved_as`).
-        """
-        found, home = self._at.get((name, layout)), self._home[name]
-        if found is None:
-            return False
-        shape = self.specs[name].shape
-        here, made = (math.prod(local_shape(shape, lies, self.mesh_shape)) for lies in (layout, home))
-        return here <= made and self._stored_bytes(found) <= self._stored_bytes(self._at[name, home])
-
-    def _stored_bytes(self, local: str) -> int:
-        """Bytes of the storage a value lies in."""
-        known = self.values | self._given if local not in self.values else self.values
-        while local in known and known[local].base != local:
-            local = known[local].base
-        return known[local].storage_bytes if local in known else 0
-
-    def move(self, name: str, local: str, move: Move) -> str:
-        """Emit one move of a value; returns the local name of the result.
-
-        Args:
-            name: of the value.
-            local: its name in the layout that the move begins with.
-            move: along one axis.
-        """
-        result = self._move(name, local, move)
-        keep_zeros(self, name, local, move, result)
-        return result
-
-    def path(self, name: str, layout: Layout, since: Layout | None = None) -> tuple[Move, ...]:
-        """The moves that bring a value to a layout from another one, or from that it was given or made in.
-
-        Args:
-            name: of the value.
-            layout: that it is to have.
-            since: that it has; None: that it was given or made in.
-        """
-        return self._steps(name, since or self._home[name], layout)
-
-    def _steps(self, name: str, before: Layout, after: Layout) -> tuple[Move, ...]:
-        return reshard_path(self.specs[name].shape, before, after, self.mesh_shape, frozen=1)
 
     def _named(self, name: str) -> str:
         """What the block calls a value of the graph."""
         return name
-
-    def _use(self, local: str) -> str:
-        if local in self._given and local not in self.values:
-            self.values[local] = self._given[local]
-            parts = self._arriving.get(local, ())
-            self.values.update((value.base, value) for value in parts)
-            self.inputs.update(dict.fromkeys(value.base for value in parts) or {local: None})
-            if parts:
-                args = tuple("%" + value.base for value in parts)
-                self._add(Instr(kind=InstrKind.WAIT, target="wait", args=args, outs=(local,)))
-        return local
 
     def offload(self, local: str, tier: str) -> str:
         """Begin to copy a value to a tier; returns the local name of what is issued."""
@@ -367,46 +221,6 @@ class BlockEmitter(LayoutMoves):
     def effect(self, target: str, args: tuple[Arg, ...]) -> None:
         """Emit an op that makes nothing (a write into an input)."""
         self._add(Instr(target=target, args=args, outs=(), origin=-1, layout_change=True))
-
-    def define(self, name: str, spec: TensorSpec, layout: Layout) -> None:
-        """Declare that a local value, which has the value's name, is that value in a layout.
-
-        Args:
-            name: of both.
-            spec: of the whole value.
-            layout: that it has.
-        """
-        self.specs[name] = spec
-        self._home[name] = layout
-        self._at[name, layout] = name
-
-    def adopt(self, name: str, spec: TensorSpec, local: str, made: Layout, home: Layout) -> None:
-        """Declare that a local value is a value in the layout it was made in, and bring it to another at once.
-
-        Args:
-            name: of the value.
-            spec: of the whole value.
-            local: name of what was made.
-            made: layout it was made in.
-            home: layout it is brought to.
-        """
-        self.specs[name], self._home[name] = spec, home
-        for move in self._steps(name, made, home):
-            local = self.move(name, local, move)
-        self._at[name, home] = local
-
-    def _fresh(self, name: str, dtype: str, shape: Dims, strides: Dims) -> None:
-        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        self.values[name] = LocalValue(dtype=dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
-
-    def fresh(self, name: str, dtype: str, shape: Dims) -> None:
-        """Declare a value with a contiguous storage of its own.
-
-        Args:
-            name: local.
-            dtype, shape: of a rank's part.
-        """
-        self._fresh(name, dtype, shape, contiguous_strides(shape))
 
     def add_many(self, target: str, args: tuple[Arg, ...], outs: Sequence[str]) -> None:
         """Emit an op outside the joint graph whose results are declared already.

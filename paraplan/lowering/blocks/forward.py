@@ -30,8 +30,8 @@ from paraplan.lowering.rewrites.float8_casts import casts_first
 from paraplan.lowering.rewrites.loops import emit_ops
 from paraplan.lowering.transfers.activation_offload import AwayValue
 from paraplan.lowering.transfers.bundled_transfers import travels_with
-from paraplan.rules.strategies import AxisChoice, Strategy, op_strategies, strategy_named
-from paraplan.rules.time_axis import KindMicro
+from paraplan.rules.strategies import Strategy, op_strategies, strategy_named
+from paraplan.rules.time_axis import KindMicro, extend
 
 Dims = tuple[int, ...]
 Path = tuple[Move, ...]
@@ -98,23 +98,6 @@ class LoweredForward:
     early: tuple[Move | None, ...]
     remat: Remat = NOTHING
     away: dict[str, AwayValue] = field(default_factory=dict)
-
-
-def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
-    """A mesh strategy with the microbatch axis put in front."""
-    inputs = tuple([(first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True)])
-    computed = _extended(strategy.computed, micro)
-    outputs = computed if strategy.outputs == strategy.computed else _extended(strategy.outputs, micro)
-    return Strategy(strategy.key, inputs, computed, outputs)
-
-
-def _extended(layouts: tuple[Layout | None, ...], micro: AxisChoice) -> tuple[Layout | None, ...]:
-    return tuple(
-        [
-            None if layout is None or first is None else (first, *layout)
-            for first, layout in zip(micro.outputs, layouts, strict=True)
-        ]
-    )
 
 
 def chosen_strategies(

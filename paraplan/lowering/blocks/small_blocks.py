@@ -8,11 +8,10 @@ from paraplan.ir.model.program import Denominator, LossTerm
 from paraplan.ir.model.strides import contiguous_strides, is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.blocks.forward import extend
 from paraplan.lowering.steps.step_writer import Parted
 from paraplan.lowering.transfers.activation_offload import AwayValue
 from paraplan.rules.strategies import GraphKey, Strategy, graph_strategies
-from paraplan.rules.time_axis import KindMicro
+from paraplan.rules.time_axis import KindMicro, extend
 
 Dims = tuple[int, ...]
 
