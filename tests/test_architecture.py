@@ -139,6 +139,8 @@ TYPED = ("target", "dtype", "device", "head", "column")
 TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "rsplit")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+WORDY: frozenset[tuple[str, str]] = frozenset()
+"""(file, function) of those that are longer with their docstrings alone."""
 MAX_PARAMETERS = 8
 SIGNATURES_OF_OPS = {
     **dict.fromkeys(("attention_grad", "experts_grad", "bn_whole"), "kernels/"),
@@ -321,6 +323,15 @@ def function_is_too_long(module: Module) -> Iterator[str]:
             yield f"{module.path}:{function.lineno} {function.name}() has {lines} lines, over {MAX_FUNCTION_LINES}"
 
 
+def function_is_too_long_to_read(module: Module) -> Iterator[str]:
+    """With parameters and docstring a function is still one screen; one whose docstring says much is named here."""
+    for function in functions(module):
+        first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+        lines = (function.end_lineno or function.lineno) - first + 1
+        if lines > MAX_FUNCTION_LINES and (module.path, function.name) not in WORDY:
+            yield f"{module.path}:{function.lineno} {function.name}() takes {lines} lines to read; split it or name it"
+
+
 def takes_too_many(module: Module) -> Iterator[str]:
     """What travels together is a record; a record's own fields may be many. Triton's kernels take no records."""
     for function in functions(module):
@@ -423,6 +434,9 @@ RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     takes_too_many: Module(
         "ir/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, **i): pass\n    def g(self, *i): pass"
     ),
+    function_is_too_long_to_read: Module(
+        "ir/x.py", "@cache\ndef f(\n" + "    a,\n" * (MAX_FUNCTION_LINES - 2) + "):\n    pass"
+    ),
     function_is_too_long: Module("ir/x.py", 'def f():\n    """D."""\n' + "    x = 1\n" * MAX_FUNCTION_LINES),
 }
 """Each rule with a module that breaks it exactly once."""
@@ -465,6 +479,38 @@ def test_an_import_of_a_test_is_seen(source: str) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_can_fail(rule: Callable[[Module], Iterator[str]]) -> None:
     assert len(list(rule(RULES[rule]))) == 1
+
+
+TEN = ", ".join("abcdefghij")
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "legal"),
+    [
+        (takes_too_many, "kernels/x.py", f"def experts_grad({TEN}): pass", True),
+        (takes_too_many, "lowering/x.py", f"def experts_grad({TEN}): pass", False),
+        (takes_too_many, "kernels/x.py", f"def helper({TEN}): pass", False),
+        (takes_too_many, "kernels/x.py", f"@triton.jit\ndef _kernel({TEN}): pass", True),
+        (imports_inside_functions, "jobs/models.py", "def f():\n    import transformers", True),
+        (imports_inside_functions, "jobs/run.py", "def f():\n    import transformers", False),
+        (says_nothing_of_parameters, "terminal/x.py", "def f(a, b, c): pass", False),
+        (says_nothing_of_parameters, "terminal/x.py", "def _f(a, b, c): pass\ndef g(a, b): pass", True),
+        (says_nothing_of_parameters, "terminal/x.py", "@app.command()\ndef f(a, b, c): pass", True),
+        (says_nothing_of_parameters, "terminal/x.py", "def f(a, b, c): pass\napp.command('f')(f)", True),
+        (says_nothing_of_parameters, "planner/x.py", "class A:\n    def f(self, a, b, c): pass", False),
+        (reads_labels, "runtime/x.py", "op.target.startswith('aten')", False),
+        (reads_labels, "planner/x.py", "'softmax' in op.target", False),
+        (reads_labels, "planner/x.py", "dtype.startswith('float8')", False),
+        (reads_labels, "planner/x.py", "strategy.key.split(x)", False),
+        (reads_labels, "planner/x.py", "key.split('|')", False),
+        (reads_labels, "rules/x.py", "key.split('|')", True),
+        (reads_labels, "report/x.py", "path.split('/')", True),
+    ],
+)
+def test_exceptions_are_no_wider_than_they_say(
+    rule: Callable[[Module], Iterator[str]], path: str, source: str, legal: bool
+) -> None:
+    assert (not list(rule(Module(path, source)))) == legal
 
 
 @pytest.mark.parametrize(
