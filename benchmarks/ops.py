@@ -46,7 +46,8 @@ from paraplan.jobs.checking.check import max_error, relative
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.rules.strategies import GraphKey, graph_strategies, kept_whole
+from paraplan.rules.graph_strategies import GraphKey, graph_strategies
+from paraplan.rules.strategies import kept_whole
 from paraplan.runtime.in_process import InProcessTrainer
 
 MAX_SECONDS = 150

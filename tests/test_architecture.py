@@ -120,7 +120,17 @@ LABELLED = (
 )
 DOCUMENTED = (
     *("api", "fitting", "explaining", "comparing", "plan_options", "cli", "ir/", "lowering/", "cost_models/"),
-    *("planner/", "runtime/", "codegen/", "report/", "jobs/", "terminal/", "capture/register.py"),
+    *(
+        "planner/",
+        "runtime/",
+        "codegen/",
+        "report/",
+        "jobs/",
+        "terminal/",
+        "baselines/",
+        "rules/",
+        "capture/register.py",
+    ),
 )
 OWN = ("self", "cls")
 COMMANDS = ("app.command", "app.callback")

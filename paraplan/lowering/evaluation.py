@@ -28,7 +28,7 @@ from paraplan.lowering.lower_rank import RankSteps
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.lowering.steps.stage_messages import in_order
 from paraplan.lowering.steps.whole_batch import whole_of
-from paraplan.rules.strategies import GraphKey, graph_strategies
+from paraplan.rules.graph_strategies import GraphKey, graph_strategies
 from paraplan.rules.time_axis import KindMicro, extend, graph_micro
 
 

@@ -42,7 +42,7 @@ from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.decision_classes import grad_classes, param_classes
 from paraplan.planner.passes.delayed_updates import is_any_late
-from paraplan.rules.strategies import GraphKey, graph_strategies
+from paraplan.rules.graph_strategies import GraphKey, graph_strategies
 from paraplan.rules.time_axis import ProgramMicro, program_micro, splittable
 
 Pick = Callable[[Sequence[str]], str]

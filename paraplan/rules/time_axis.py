@@ -206,7 +206,13 @@ def _may_end(program: Program, first: int) -> bool:
 
 
 def mixing_ops(graph: Graph, given: dict[str, Placement], m: int) -> list[Op]:
-    """The ops that mix samples and read nothing that one has made, given where inputs stand (whole by default)."""
+    """The ops that mix samples and read nothing that one has made, given where inputs stand (whole by default).
+
+    Args:
+        graph: whose ops.
+        given: where inputs stand on the axis.
+        m: extent of the axis.
+    """
     placements: dict[str, Placement | None] = {name: given.get(name, R) for name in graph.inputs}
     found = []
     for op in graph.ops:

@@ -35,7 +35,8 @@ from paraplan.lowering import lower
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.transfers.held_casts import cast_graph, held_casts
 from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kernels)
-from paraplan.rules.strategies import Strategy, op_signature, op_strategies
+from paraplan.rules.graph_strategies import op_signature
+from paraplan.rules.strategies import Strategy, op_strategies
 
 Dims = tuple[int, ...]
 

@@ -10,7 +10,8 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.steps.step_writer import Parted
 from paraplan.lowering.transfers.activation_offload import AwayValue
-from paraplan.rules.strategies import GraphKey, Strategy, graph_strategies
+from paraplan.rules.graph_strategies import GraphKey, graph_strategies
+from paraplan.rules.strategies import Strategy
 from paraplan.rules.time_axis import KindMicro, extend
 
 Dims = tuple[int, ...]

@@ -33,7 +33,8 @@ from paraplan.planner.sharding.param_memory import param_held
 from paraplan.planner.sharding.pins import Pins
 from paraplan.planner.sharding.prices import MeshPrices
 from paraplan.planner.sharding.space import Alike, End, Space, WantedValue, saved_as
-from paraplan.rules.strategies import AxisChoice, AxisKeys, op_signature, op_strategies
+from paraplan.rules.graph_strategies import op_signature
+from paraplan.rules.strategies import AxisChoice, AxisKeys, op_strategies
 from paraplan.rules.time_axis import KindMicro, dual, extend, program_micro
 
 Dims = tuple[int, ...]

@@ -198,7 +198,13 @@ class TaskGraph:
         self.take(state, variable, best[0])
 
     def take(self, state: list[int], variable: int, option: int) -> None:
-        """Give a variable, and what goes with it, an option."""
+        """Give a variable, and what goes with it, an option.
+
+        Args:
+            state: option per variable; changed in place.
+            variable: which.
+            option: its number.
+        """
         state[variable] = option
         for twin in self.twins.get(variable, ()):
             state[twin] = option
