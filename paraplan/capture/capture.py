@@ -92,7 +92,11 @@ def capture_with_reads(
     **how: Unpack[How],
 ) -> tuple[Program, Reads]:
     """As `capture`, and what was read of objects of this process that no program names (closures, the loss function's
-    modules)."""
+    modules).
+
+    Args:
+        model, example_inputs, how: as of `capture`.
+    """
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise CaptureError(f"model is {given}: give an nn.Module whose forward is a step's, made")

@@ -63,7 +63,13 @@ class OpCollector:
     def emit(
         self, target: str, args: Sequence[Arg], specs: Sequence[TensorSpec | None], kwargs: dict[str, Arg] | None = None
     ) -> tuple[str | None, ...]:
-        """Appends an op; one name per output, None for absent ones."""
+        """Appends an op; one name per output, None for absent ones.
+
+        Args:
+            target: of the op.
+            args, kwargs: of it, as in `ir.model.graph`.
+            specs: of its outputs; None for absent ones.
+        """
         phase, source = self._label
         base = target.split(".")[1]
         for spec in specs:
@@ -83,7 +89,12 @@ class OpCollector:
         return outs
 
     def one(self, target: str, args: Sequence[Arg], spec: TensorSpec, kwargs: dict[str, Arg] | None = None) -> str:
-        """Appends an op with one output."""
+        """Appends an op with one output.
+
+        Args:
+            target, args, kwargs: as of `emit`.
+            spec: of its output.
+        """
         (name,) = self.emit(target, args, (spec,), kwargs)
         assert name is not None
         return name
@@ -163,6 +174,11 @@ class OpCollector:
 def write_constant(writer: OpCollector, node: fx.Node, value: Tensor, source: str) -> None:
     """A tensor the model wrote out, as an op.
 
+    Args:
+        writer: of the graph.
+        node: that stands for the tensor.
+        value: of it.
+        source: the user's line; "" where unknown.
     Raises:
         CaptureError: it has too many elements for a program.
     """
@@ -184,6 +200,11 @@ def finish(writer: OpCollector, inputs: Sequence[str], outputs: Sequence[str | N
     """The graph without dead ops, absent outputs as None, sources renumbered.
 
     A result that nobody reads stays beside one that is read: its kernel makes it all the same.
+
+    Args:
+        writer: of the graph.
+        inputs: names of its inputs.
+        outputs: names of its results; None for absent ones.
     """
     needed = {name for name in outputs if name is not None}
     kept: list[Op] = []

@@ -100,7 +100,16 @@ def run_nodes(
     hook: bool,
     source_of: Callable[[fx.Node], str] = line_of_node,
 ) -> None:
-    """Runs the nodes of a piece, results into `env`; `source_of` says what its ops are labelled with."""
+    """Runs the nodes of a piece.
+
+    Args:
+        nodes: in order.
+        env: values by node; results are put there.
+        seed: of random ops; None where there are none.
+        labels: of the ops that are recorded.
+        hook: whether the ops of gradients are labelled as well, when autograd runs them.
+        source_of: what ops of a node are labelled with.
+    """
     seen: set[object] = set()
     slot = 0
     for node in nodes:
@@ -130,7 +139,14 @@ def _untraceable(labels: _Labels, fault: Exception) -> CaptureError:
 def trace_joint(
     forward: ForwardGraph, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()
 ) -> JointGraph:
-    """Records the joint graph of a piece; `asides` are nodes of it whose values are results too."""
+    """Records the joint graph of a piece.
+
+    Args:
+        forward: the whole forward.
+        piece: of it.
+        mode: under which tensors have no data.
+        asides: nodes of the piece whose values are results too.
+    """
     carries = forward.flows
     outside = [*piece.params, *piece.inputs]
     wanted = [carries[node].carries for node in outside]
@@ -199,7 +215,13 @@ def _forward_first(graph: fx.Graph, num_outputs: int) -> None:
 
 
 def trace_forward(piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node) -> fx.Graph:
-    """Records the forward alone of a piece; placeholders as in `trace_joint`, the seed always among them."""
+    """Records the forward alone of a piece; placeholders as in `trace_joint`, the seed always among them.
+
+    Args:
+        piece: of the forward.
+        mode: under which tensors have no data.
+        source_of: what ops of a node are labelled with.
+    """
     outside = [*piece.params, *piece.inputs, *piece.constants]
     with mode:
         args = [*(_fake_like(node, False) for node in outside), torch.empty((), dtype=torch.int64)]

@@ -184,7 +184,12 @@ class Recording:
         return x.dtype, x.shape, x.stride(), x.storage_offset(), x.device, x.requires_grad, keys
 
     def append(self, target: Callable[..., Any], args: Any, kwargs: Any, meta: Mapping[str, Any]) -> Node:
-        """A call after the last node, where the module being called now says; `meta` is that of an equal call."""
+        """A call after the last node, where the module being called now says.
+
+        Args:
+            target, args, kwargs: of the call.
+            meta: of an equal call.
+        """
         tracer = self.tracer
         packet = getattr(target, "overloadpacket", None)
         name = None if packet is None else tracer.graph._target_to_str(packet.__name__)

@@ -138,7 +138,13 @@ def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode, memo: dict
 
 
 def fake_batch(batch: dict[str, Tensor], precision: str, mode: FakeTensorMode) -> dict[str, Tensor]:
-    """Distinct fake tensors of the batch's shapes; float inputs in float32 where fp64 lifts them later."""
+    """Distinct fake tensors of the batch's shapes; float inputs in float32 where fp64 lifts them later.
+
+    Args:
+        batch: by name.
+        precision: of the program.
+        mode: under which tensors have no data.
+    """
     lift = precision == "fp64"
     with mode:
         return {
@@ -214,6 +220,11 @@ def of_microbatch(
 ) -> tuple[int, dict[str, Tensor]]:
     """Rows and tensors of the first of so many microbatches.
 
+    Args:
+        tensors: the batch, by name.
+        rows: of the batch.
+        dims: per tensor, the one that samples lie along; None where none does.
+        count: microbatches.
     Raises:
         CaptureError: the batch does not divide.
     """

@@ -100,7 +100,13 @@ class Steps:
         )
 
     def block(self, step: int, starts: int, **tensors: str) -> tuple[Arg, ...]:
-        """Arguments of the op for one block of keys: `tensors` replace inputs, the keys' offset turns with the step."""
+        """Arguments of the op for one block of keys, whose offset turns with the step.
+
+        Args:
+            step: of the ring.
+            starts: number of the argument that says where blocks begin.
+            tensors: names in place of inputs.
+        """
         replaced = tuple(map_refs(arg, lambda name: tensors.get(name, name)) for arg in self.args)
         places = replaced[starts]
         key = axis_key(self.axis)
