@@ -25,7 +25,8 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import plan_costs, simulate_plan
 from paraplan.ir.errors import NoPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

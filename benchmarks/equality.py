@@ -22,7 +22,7 @@ from benchmarks.table import main
 from benchmarks.zoo.language import settings
 from paraplan.capture import capture
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.struct import to_json
 from paraplan.jobs.models import hf_batch, make_model, model_ref
 from paraplan.planner.assemble import Job

@@ -14,7 +14,8 @@ from paraplan.capture import capture
 from paraplan.capture.reference import StepResult, run_step
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import InfeasibleError, NoPlanError
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.check import max_error
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

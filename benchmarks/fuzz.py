@@ -39,7 +39,8 @@ from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.against_eager import AgainstEager
 from paraplan.jobs.checking.check import Captured, max_error, relative
 from paraplan.jobs.checking.eager import ModelCall

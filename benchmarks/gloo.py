@@ -24,7 +24,8 @@ from benchmarks.pipelines import MODELS, SCHEDULES, small
 from benchmarks.table import Row, main
 from benchmarks.zoo import NAMES
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.struct import to_json
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

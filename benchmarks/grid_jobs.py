@@ -17,7 +17,8 @@ from benchmarks.joint import llama
 from benchmarks.megatron_gpt import GPTSettings, gpt_model
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Job
 

@@ -82,13 +82,24 @@ def _caches(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno} {ast.unparse(node)[:60]}"
 
 
+SHARED = (
+    *(("op", "inputs", "outputs"), ("inputs", "outputs", "args"), ("op", "context", "axis")),
+    ("problem", "budget_bytes", "limits"),
+)
+"""Signatures that a record describes: an op's rules (`rules.dims.OpDef`), memory strategies."""
+
+
 def _undocumented(source: Source) -> Iterator[str]:
-    """Public functions with several parameters and no word on each."""
+    """Public functions with several parameters and no word on each, but commands, whose options have their own."""
+    has_commands = "app.command(" in source.text
     for node in source.tree.body:
         inside = node.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_") else [node]
         for each in inside:
             if isinstance(each, Function) and not each.name.startswith("_") and parameters(each) >= DOCUMENTED:
-                if "Args:" not in (ast.get_docstring(each) or ""):
+                names = tuple(
+                    arg.arg for arg in (*each.args.args, *each.args.kwonlyargs) if arg.arg not in ("self", "cls")
+                )
+                if "Args:" not in (ast.get_docstring(each) or "") and not has_commands and names not in SHARED:
                     yield f"{source.path}:{each.lineno} {each.name}()"
 
 

@@ -26,7 +26,7 @@ from examples.models.resnet import ResNet
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.execution.rank_program import BlockRole
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.jobs.checking.dry_run import dry_run
 from paraplan.jobs.measuring.local_ops import whole_plan
 from paraplan.lowering import lower

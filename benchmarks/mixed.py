@@ -26,7 +26,8 @@ from paraplan.ir.errors import NoPlanError
 from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
 from paraplan.ir.machine.device import Link
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.mixed.group_sets import cluster_of

@@ -40,12 +40,14 @@ from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import CaptureError, ParaplanError, UnsupportedOpError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.check import max_error, relative
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.rules.strategies import GraphKey, graph_strategies, kept_whole
+from paraplan.rules.graph_strategies import GraphKey, graph_strategies
+from paraplan.rules.strategies import kept_whole
 from paraplan.runtime.in_process import InProcessTrainer
 
 MAX_SECONDS = 150

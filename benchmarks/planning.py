@@ -17,7 +17,8 @@ import torch
 from benchmarks.table import main
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.ir.struct import to_json
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

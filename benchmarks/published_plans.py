@@ -33,7 +33,8 @@ from paraplan.cost_models.predict import simulate_plan, with_reserved
 from paraplan.ir.errors import InfeasibleError, ParaplanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.files import write_plan
 from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model, model_ref

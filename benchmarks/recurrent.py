@@ -20,7 +20,8 @@ from paraplan.capture import capture
 from paraplan.capture.recurrences import layers, loop_runs
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.model.scan import SCAN
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

@@ -29,7 +29,8 @@ from paraplan.cost_models.realised_plan import realised
 from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.process.memo import SESSION
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

@@ -20,7 +20,8 @@ from benchmarks.table import Row, main
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import CATALOG, parse_cluster
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

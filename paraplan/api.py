@@ -24,6 +24,7 @@ from paraplan.ir.errors import ClusterError, ConstraintError
 from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
 from paraplan.ir.model.program import Program
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.options import check_fields, check_keywords, from_keywords, takes_options, with_keywords
 from paraplan.ir.process.lazy import lazy
 from paraplan.ir.profile import Profile
@@ -329,7 +330,7 @@ def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: C
     if asked.progress is not None:
         asked.progress(f"capturing {type(model).__name__}")
     program, reads, reference = _captured(model, asked, _apart(asked.per_microbatch, pins.microbatches))
-    job = _part("Job")(program, spec, ir_plan.OPTIMIZERS[asked.optimizer], reference, versions(), profile=times)
+    job = _part("Job")(program, spec, OPTIMIZERS[asked.optimizer], reference, versions(), profile=times)
     return job, reads, warning
 
 

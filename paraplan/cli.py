@@ -276,7 +276,7 @@ def run(path: PlanFile, *, as_json: AsJson = False, **options: Any) -> None:
         _part("check_local")(loaded.data)
         _part("prepare_ranks")()
         _part("check_run")(loaded.data, asked)
-    result = _part("spawn")(path, loaded.data, sys.argv[1:], RESULT_ENV)
+    result = _part("spawn")(loaded.data, sys.argv[1:], RESULT_ENV)
     if as_json:
         print_json(result)
     if failure := _part("check_failure")(result):

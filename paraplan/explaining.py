@@ -17,12 +17,19 @@ from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.options import keywords_of
-from paraplan.ir.plan_words import plan_words
+from paraplan.ir.plan_words import plan_phrases, plan_words
 from paraplan.ir.sizes import say_size
 from paraplan.planner.alternatives.replan import Alternative, WithMore, alternative, constraints_of, with_more_memory
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.report.diagnosis.faster import faster
-from paraplan.report.diagnosis.memory_use import keeping_compute_s, memory_use, priced_without, saving
+from paraplan.report.diagnosis.memory_use import (
+    AWAY,
+    RECOMPUTATION,
+    keeping_compute_s,
+    memory_use,
+    priced_without,
+    saving,
+)
 from paraplan.report.diagnosis.records import (
     AS_FAST,
     CONTRADICTS,
@@ -108,9 +115,9 @@ def _class_budgets(data: ir_plan.Plan, asked: Constraints) -> tuple[int, ...]:
 
 def _is_pinned(what: str, asked: Constraints) -> bool:
     """Whether what is done to hold less was asked for, and not the planner's choice."""
-    if what == "recomputation":
+    if what == RECOMPUTATION:
         return asked.recompute not in (None, "none")
-    if what.startswith(("states", "parameters")):
+    if what in AWAY:
         return asked.pins_away
     return False
 
@@ -137,7 +144,7 @@ def _more_memory(data: ir_plan.Plan, found: WithMore) -> MoreMemory:
 
 def _changed(before: ir_plan.Plan, after: ir_plan.Plan) -> tuple[str, ...]:
     """What a plan does that another does not, both ways, in words."""
-    old, new = plan_words(before).split(", "), plan_words(after).split(", ")
+    old, new = plan_phrases(before), plan_phrases(after)
     gone = [f"no longer {word}" for word in old if word not in new]
     return (*gone, *(f"now {word}" for word in new if word not in old))
 

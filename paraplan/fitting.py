@@ -33,6 +33,7 @@ from paraplan.jobs.checking.eager import ModelCall
 from paraplan.jobs.checking.first_steps import FirstSteps
 from paraplan.jobs.measuring.detect import detect
 from paraplan.jobs.models import Made
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.plan_options import CaptureOptions, FitKeywords, FitOptions
@@ -93,9 +94,7 @@ def fit(
     check_keywords("fit", options, FitOptions)
     asked = from_keywords(FitOptions, options)
     budget = parse_bytes(memory)
-    check_time_limit(asked.time_limit_s)
-    if isinstance(model, FittedModule):
-        model = model.unfitted
+    model = model.unfitted if isinstance(model, FittedModule) else model
     inputs = _inputs(example_inputs)
     _, device = _precision(model)
     _check_options(asked)
@@ -105,9 +104,7 @@ def fit(
     refuse_gradients(tensors)
     with forward_under(model, device, casts):
         whole, returns = _captured(model, inputs, spec, asked)
-    sizes = {name: whole.programs[0].outer[outer_names.param(name)].nbytes for name in whole.programs[0].grads}
-    beside = sum(sizes.values()) * asked.accumulate + _LOSS_BYTES + held_bytes(whole.programs[0])
-    plan = _scheduled(whole, budget, beside, asked.time_limit_s, memory_tiers(spec) if asked.offload else ())
+    plan = _scheduled(whole, budget, asked, memory_tiers(spec) if asked.offload else ())
     plan = replace(plan, data=msgspec.structs.replace(plan.data, cluster=spec), total_s=time.perf_counter() - started)
     plan = replace(plan, reads=whole.reads)
     fitted = _fitted(model, plan, fixed, returns, casts, asked.seed)
@@ -118,7 +115,8 @@ def fit(
 
 
 def _check_options(asked: FitOptions) -> None:
-    """Refuse what no step can be checked or counted by."""
+    """Refuse what no step can be checked or counted by, and a time limit that is none."""
+    check_time_limit(asked.time_limit_s)
     if not isinstance(asked.check, int):
         raise ConstraintError(f"check={asked.check!r}: True for the first step, or a number of steps")
     if not isinstance(asked.optimizer, str):
@@ -173,14 +171,17 @@ def _remade(
     return _fitted(model, Plan(data, verify_plan(data)), fixed, returns, casts, seed, steps_done)
 
 
-def _scheduled(whole: Plan, budget: int, beside: int, time_s: float, tiers: tuple[Tier, ...]) -> Plan:
-    """The plan within a budget, of which something beside the step takes a part; an error says what would do."""
-    started = time.perf_counter()
+def _scheduled(whole: Plan, budget: int, asked: FitOptions, tiers: tuple[Tier, ...]) -> Plan:
+    """The plan within a budget, of which gradients and what is held beside the step take a part; an error says what
+    would do."""
+    started, program = time.perf_counter(), whole.programs[0]
+    grads_bytes = sum(program.outer[outer_names.param(name)].nbytes for name in program.grads)
+    beside = grads_bytes * asked.accumulate + _LOSS_BYTES + held_bytes(program)
     try:
-        made = schedule_memory(whole.data, budget, MemoryLimits(time_s=time_s), tiers, beside)
+        made = schedule_memory(whole.data, budget, MemoryLimits(time_s=asked.time_limit_s), tiers, beside)
     except NoPlanError as fault:
         problem = memory_problem(whole.data, tiers, beside)
-        would_do = least_words(problem, budget, time_s)
+        would_do = least_words(problem, budget, asked.time_limit_s)
         raise type(fault)(f"{fault}. {would_do}. {_ways_out(whole, tiers)}") from None
     again = 100 * made.answer.evaluation.recomputed_s / made.simulation.step_s
     note = (
@@ -226,7 +227,7 @@ def _precision(model: nn.Module) -> tuple[str, str]:
         raise ConstraintError("fit captures Python modules; give it the module that was scripted or traced")
     params = dict(model.named_parameters())
     numbers = [param for param in params.values() if param.is_floating_point() or param.is_complex()]
-    kinds = {str(param.dtype.to_real()).removeprefix("torch.") for param in numbers}
+    kinds = {dtype_name(param.dtype.to_real()) for param in numbers}
     if kinds not in ({"float32"}, {"float64"}):
         raise ConstraintError(
             f"the parameters are {', '.join(sorted(kinds)) or 'none'}: fit trains models whose parameters are all "

@@ -8,8 +8,8 @@ from typing import Annotated, Any, TypedDict
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.options import Option, Options, documented
-from paraplan.ir.plan import OPTIMIZERS
 from paraplan.planner.constraints import MODEL, ConstraintKeywords
 
 PLANNING = "Planning"

@@ -22,7 +22,8 @@ from paraplan.capture import capture
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.ir.struct import from_json, to_json
 from paraplan.planner.assemble import Job
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from paraplan.capture import capture, run_program
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.ir.process.garbage import RARELY
 from paraplan.planner.assemble import Job
 from tests.captures import FOLDER

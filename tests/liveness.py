@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import RankProgram
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 
 
 def named(text: str) -> Name:

@@ -54,12 +54,20 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "planner": ("ir", "rules", "lowering", "cost_models"),
     "baselines": ("ir", "rules", "lowering", "cost_models", "planner"),
     "runtime": ("ir", "rules.time_axis", "kernels", "lowering", *READ_BY_THE_RUNTIME),
-    "codegen": ("ir", "kernels", "runtime.executing.instructions", "runtime.transport.collectives"),
+    "codegen": (
+        *(
+            "ir",
+            "kernels",
+            "runtime.executing.instructions",
+            "runtime.executing.targets",
+            "runtime.transport.collectives",
+        ),
+    ),
     "report": ("ir", "rules", "lowering", "cost_models"),
     "jobs": ("ir", "rules", "lowering", "kernels", "capture", "cost_models", "runtime", "codegen"),
     "plan_options": ("ir", "planner.constraints"),
     "api": (*BELOW_THE_API, "baselines"),
-    "fitting": (*BELOW_THE_API, "api"),
+    "fitting": (*BELOW_THE_API, "kernels.dtypes", "api"),
     "explaining": ("ir", "cost_models.realised_plan", "planner", "report", "api"),
     "comparing": ("ir", "rules", "planner", "baselines", "api", "plan_options"),
     "terminal": ("ir", "capture", "report", "jobs", "plan_options", "cost_models"),
@@ -80,10 +88,13 @@ NAMED_ONLY = {
 }
 """Modules whose names are given to another process, which is what imports them."""
 
-OPTIONAL = ("matplotlib", "jinja2", "transformers", "safetensors")
-"""What may be imported inside a function, being installed only with an extra."""
+OPTIONAL = {
+    ("jobs/models.py", "transformers"),
+    ("runtime/state/weights.py", "safetensors"),
+}
+"""What is imported inside a function, and where: each is installed with an extra alone."""
 
-TORCH_PRIVATE = ("kernels/torch_private.py", "codegen/torch_private.py", "runtime/executing/torch_private.py")
+TORCH_PRIVATE = tuple(f"{room}/torch_private.py" for room in ("kernels", "capture", "codegen", "runtime/executing"))
 NO_TORCH_ROOMS = ("ir", "rules", "lowering", "cost_models", "planner", "baselines", "report", "explaining")
 TORCH_AND_ALL_ON_IT = ("torch", "torchvision", "transformers", "safetensors")
 SOLVERS = ("ortools", "pulp")
@@ -105,36 +116,58 @@ LABELLED = (
     "jobs/",
     "lowering/",
     "ir/model/sources",
-    "api",
+    *("api", "fitting", "explaining", "comparing", "terminal/", "baselines/", "kernels/", "cli"),
 )
 DOCUMENTED = (
-    *("api", "fitting", "explaining", "comparing", "codegen/", "cost_models/", "report/", "ir/machine/"),
-    *("capture/register.py", "runtime/trainer", "jobs/run.py", "jobs/trainers.py", "planner/search.py"),
-    *("planner/fits.py", "planner/certificate.py", "planner/evaluate_plan.py", "planner/one_stage/"),
-    *("planner/passes/", "planner/schedules/", "runtime/state/", "ir/model/", "ir/options.py", "ir/profile.py"),
-    *("lowering/lower", "lowering/steps/", "lowering/transfers/", "runtime/optimizers/", "runtime/batch.py"),
-    *("runtime/buckets.py", "runtime/evaluate.py", "runtime/fitted", "runtime/in_process.py", "runtime/rank.py"),
+    *("api", "fitting", "explaining", "comparing", "plan_options", "cli", "ir/", "lowering/", "cost_models/"),
+    *(
+        "planner/",
+        "runtime/",
+        "codegen/",
+        "report/",
+        "jobs/",
+        "terminal/",
+        "baselines/",
+        "rules/",
+        "capture/register.py",
+    ),
 )
 OWN = ("self", "cls")
+COMMANDS = ("app.command", "app.callback")
+"""Whose parameters have words of their own, as options have."""
 REGISTRIES = (
     *("rules/dims.py", "rules/registered_rules.py", "ir/machine/kernel_choice.py"),
     "runtime/executing/opaque.py",  # torch's, of ops: for good
 )
 """Whose containers are filled as modules are imported, and hold no results."""
-NUMBERS = "report/html.py"
-"""Where a table's head says by "#" that its column is of numbers."""
 MODULE_NAME = re.compile(r"paraplan(\.[a-z_0-9]+)+")
 MAX_FILES, MAX_LEVELS = 15, 4
 MOST_UNFORMATTED = 40
+LABELS = (".block", "block.name", ".action", "stream", "channel", "strategy.key")
+TYPED = ("target", "dtype", "device", "head", "column")
+"""Names of what is asked by `target_parts`, the sets of `ir.model.tensor`, `torch.device` and `report.units.Column`."""
 TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "rsplit")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+WORDY: frozenset[tuple[str, str]] = frozenset()
+"""(file, function) of those that are longer with their docstrings alone."""
 MAX_PARAMETERS = 8
-SIGNATURES_OF_OPS = (
-    *("kernels/", "capture/canonical/", "runtime/executing/products_into.py"),  # our ops
-    *("capture/recurrences/layers.py", "capture/python_state/model_writes.py"),  # torch's, decomposed
-)
-"""Where functions have an op's arguments, however many those are."""
+SIGNATURES_OF_OPS = {
+    **dict.fromkeys(("attention_grad", "experts_grad", "bn_whole"), "kernels/"),
+    "tile_grad": "kernels/gpu/attention/tile_parts.py",
+    "linear_into_": "runtime/executing/products_into.py",
+    **dict.fromkeys(("forward", "attention_dropout", "_attention_grad", "_experts_grad_shape"), "capture/canonical/"),
+    "layers": "capture/recurrences/layers.py",
+    "_instance_norm": "capture/python_state/model_writes.py",
+}
+"""Functions with an op's arguments, however many those are: ours, and torch's that are decomposed."""
+FAMILIES = {
+    ("op", "inputs", "outputs"): "rules/",  # OpDef.dims
+    ("inputs", "outputs", "args"): "rules/",  # OpDef.workspace
+    ("op", "context", "axis"): "rules/",  # OpDef.expand
+    ("problem", "budget_bytes", "limits"): "baselines/",  # common.MemoryStrategy
+}
+"""Parameters that many functions of a room share, of which its record of such a function has the words."""
 PUBLIC = {
     *("__version__", "compile", "explain", "fit", "Plan", "Trainer", "ClusterSpec", "Constraints", "ParaplanError"),
     "InfeasibleError",
@@ -247,7 +280,7 @@ def imports_inside_functions(module: Module) -> Iterator[str]:
                 names = [node.module or "." * node.level]
             else:
                 continue
-            fresh = [n for n in names if n.split(".")[0] not in OPTIONAL and (node.lineno, n) not in seen]
+            fresh = [n for n in names if (module.path, n) not in OPTIONAL and (node.lineno, n) not in seen]
             seen.update((node.lineno, n) for n in fresh)
             yield from (f"{module.path}:{node.lineno} imports {n} inside {function.name}()" for n in fresh)
 
@@ -282,6 +315,10 @@ def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
     return (node for node in module.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
+def is_decorated(function: ast.FunctionDef | ast.AsyncFunctionDef, *by: str) -> bool:
+    return any(dotted(of.func if isinstance(of, ast.Call) else of) in by for of in function.decorator_list)
+
+
 def file_is_too_long(module: Module) -> Iterator[str]:
     if (lines := len(module.source.splitlines())) > MAX_FILE_LINES:
         yield f"{module.path} has {lines} lines, over {MAX_FILE_LINES}: it has two jobs, split it"
@@ -296,9 +333,20 @@ def function_is_too_long(module: Module) -> Iterator[str]:
             yield f"{module.path}:{function.lineno} {function.name}() has {lines} lines, over {MAX_FUNCTION_LINES}"
 
 
+def function_is_too_long_to_read(module: Module) -> Iterator[str]:
+    """With parameters and docstring a function is still one screen; one whose docstring says much is named here."""
+    for function in functions(module):
+        first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+        lines = (function.end_lineno or function.lineno) - first + 1
+        if lines > MAX_FUNCTION_LINES and (module.path, function.name) not in WORDY:
+            yield f"{module.path}:{function.lineno} {function.name}() takes {lines} lines to read; split it or name it"
+
+
 def takes_too_many(module: Module) -> Iterator[str]:
-    """What travels together is a record; a record's own fields may be many."""
-    for function in () if module.path.startswith(SIGNATURES_OF_OPS) else functions(module):
+    """What travels together is a record; a record's own fields may be many. Triton's kernels take no records."""
+    for function in functions(module):
+        if module.path.startswith(SIGNATURES_OF_OPS.get(function.name, "-")) or is_decorated(function, "triton.jit"):
+            continue
         args = function.args
         every = (*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg)))
         count = sum(each.arg not in ("self", "cls") for each in every)
@@ -311,19 +359,31 @@ def says_nothing_of_parameters(module: Module) -> Iterator[str]:
     if not module.path.startswith(DOCUMENTED):
         return
     classes = [node for node in module.tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    commands = set(commands_of(module))
     for function in (node for of in (module.tree, *classes) for node in of.body if isinstance(node, ast.FunctionDef)):
         args = function.args
         names = [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs) if each.arg not in OWN]
-        said = ast.get_docstring(function) or ""
-        missing = [name for name in names if not re.search(rf"\b{name}\b.*:", said.partition("Args:")[2])]
-        if len(names) > 2 and missing and not function.name.startswith("_"):
+        if len(names) < 3 or function.name.startswith("_") or function.name in commands:
+            continue
+        if module.path.startswith(FAMILIES.get(tuple(names), "-")):
+            continue
+        said = (ast.get_docstring(function) or "").partition("Args:")[2]
+        if missing := [name for name in names if not re.search(rf"\b{name}\b.*:", said)]:
             yield f"{module.path}:{function.lineno} {function.name}() says nothing of {', '.join(missing)} under Args:"
+
+
+def commands_of(module: Module) -> Iterator[str]:
+    """Functions that are commands: `@app.command()`, or `app.command("name")(function)`."""
+    yield from (function.name for function in functions(module) if is_decorated(function, *COMMANDS))
+    for node in module.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) and dotted(node.func.func) in COMMANDS:
+            yield from filter(None, map(dotted, node.args))
 
 
 def reads_labels(module: Module) -> Iterator[str]:
     """Labels of blocks, actions and streams are for people; what such a thing is, it says in fields.
 
-    So do an instruction's arguments and a strategy's key, whose text is read in one place.
+    So do an instruction's arguments and a strategy's key, an op's target and a dtype, whose text is read in one place.
     """
     if not module.path.startswith(LABELLED):
         return
@@ -334,10 +394,10 @@ def reads_labels(module: Module) -> Iterator[str]:
             read = node.comparators[0] if isinstance(node.ops[0], ast.In | ast.NotIn) else node.left
         else:
             continue
-        if (name := dotted(read)) and name.endswith((".block", "block.name", ".action", "stream", "channel")):
-            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, Step.phase, Stream.kind ..."
+        if (name := dotted(read)) and (name.endswith(LABELS) or name.rpartition(".")[2] in TYPED):
+            yield f"{module.path}:{node.lineno} reads the text of {name}; ask Block.role, target_parts() ..."
         for given in node.args if isinstance(node, ast.Call) else ():
-            if isinstance(given, ast.Constant) and given.value in ("%", "#", "~", ">") and module.path != NUMBERS:
+            if isinstance(given, ast.Constant) and given.value in ("%", "#", "~", ">", "|"):
                 yield f"{module.path}:{node.lineno} reads {given.value!r}; ask arg_kind(), arg_text() or axis_parts()"
 
 
@@ -372,17 +432,20 @@ RULES: dict[Callable[[Module], Iterator[str]], Module] = {
     imports_solver_elsewhere: Module("baselines/milp_x.py", "from ortools.sat.python import cp_model"),
     names_a_collective: Module("lowering/x.py", 'def f(move):\n    return move.kind == "all_gather"'),
     imports_inside_functions: Module(
-        "ir/x.py", "def f():\n    if 1:\n        import json\n    import matplotlib.pyplot"
+        "jobs/models.py", "def f():\n    if 1:\n        import json\n    import transformers"
     ),
     uses_private_torch: Module("runtime/x.py", "import torch\ntorch._dynamo.reset(); torch.ops._c10d_functional.wait"),
     file_is_too_long: Module("ir/x.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
     reads_labels: Module("report/x.py", "step.block.split('.')[0]\nstep.block in program.blocks"),
     caches_beside_the_session: Module("ir/x.py", "@lru_cache(3)\ndef f(): pass"),
     says_nothing_of_parameters: Module(
-        "api.py", 'def f(a, b, c):\n    """F.\n\n    Args:\n        a, b: numbers.\n    """'
+        "jobs/x.py", 'def f(a, b, c):\n    """F.\n\n    Args:\n        a, b: numbers.\n    """'
     ),
     takes_too_many: Module(
         "ir/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, **i): pass\n    def g(self, *i): pass"
+    ),
+    function_is_too_long_to_read: Module(
+        "ir/x.py", "@cache\ndef f(\n" + "    a,\n" * (MAX_FUNCTION_LINES - 2) + "):\n    pass"
     ),
     function_is_too_long: Module("ir/x.py", 'def f():\n    """D."""\n' + "    x = 1\n" * MAX_FUNCTION_LINES),
 }
@@ -426,6 +489,38 @@ def test_an_import_of_a_test_is_seen(source: str) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_can_fail(rule: Callable[[Module], Iterator[str]]) -> None:
     assert len(list(rule(RULES[rule]))) == 1
+
+
+TEN = ", ".join("abcdefghij")
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "legal"),
+    [
+        (takes_too_many, "kernels/x.py", f"def experts_grad({TEN}): pass", True),
+        (takes_too_many, "lowering/x.py", f"def experts_grad({TEN}): pass", False),
+        (takes_too_many, "kernels/x.py", f"def helper({TEN}): pass", False),
+        (takes_too_many, "kernels/x.py", f"@triton.jit\ndef _kernel({TEN}): pass", True),
+        (imports_inside_functions, "jobs/models.py", "def f():\n    import transformers", True),
+        (imports_inside_functions, "jobs/run.py", "def f():\n    import transformers", False),
+        (says_nothing_of_parameters, "terminal/x.py", "def f(a, b, c): pass", False),
+        (says_nothing_of_parameters, "terminal/x.py", "def _f(a, b, c): pass\ndef g(a, b): pass", True),
+        (says_nothing_of_parameters, "terminal/x.py", "@app.command()\ndef f(a, b, c): pass", True),
+        (says_nothing_of_parameters, "terminal/x.py", "def f(a, b, c): pass\napp.command('f')(f)", True),
+        (says_nothing_of_parameters, "planner/x.py", "class A:\n    def f(self, a, b, c): pass", False),
+        (reads_labels, "runtime/x.py", "op.target.startswith('aten')", False),
+        (reads_labels, "planner/x.py", "'softmax' in op.target", False),
+        (reads_labels, "planner/x.py", "dtype.startswith('float8')", False),
+        (reads_labels, "planner/x.py", "strategy.key.split(x)", False),
+        (reads_labels, "planner/x.py", "key.split('|')", False),
+        (reads_labels, "rules/x.py", "key.split('|')", True),
+        (reads_labels, "report/x.py", "path.split('/')", True),
+    ],
+)
+def test_exceptions_are_no_wider_than_they_say(
+    rule: Callable[[Module], Iterator[str]], path: str, source: str, legal: bool
+) -> None:
+    assert (not list(rule(Module(path, source)))) == legal
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from benchmarks.table import Case, Row
 from paraplan.ir.execution.rank_program import LocalValue
 from paraplan.ir.machine.kernel_choice import OpCall, fitting
 from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kernels)
-from paraplan.runtime.executing.instructions import resolve
+from paraplan.runtime.executing.targets import resolve
 
 KERNELS = ("flash", "efficient", "triton", "cudnn")
 FORWARD, BACKWARD = "paraplan.attention", "paraplan.attention_grad"

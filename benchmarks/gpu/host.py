@@ -22,7 +22,7 @@ from paraplan.capture import capture
 from paraplan.ir.machine.collectives import COLLECTIVES
 from paraplan.jobs.measuring.measure import launch_s
 from paraplan.jobs.measuring.profile_ops import profile_program
-from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing import instructions, targets
 from paraplan.runtime.transport.collectives import IMPLEMENTATIONS
 
 
@@ -63,7 +63,7 @@ def per_instruction(place: Place) -> Row:
 
 
 def _ours(place: Place, target: str, kernel: str) -> Callable[..., Any]:
-    return instructions.resolve(target, kernel if place.is_cuda else "")
+    return targets.resolve(target, kernel if place.is_cuda else "")
 
 
 def _kernel_cases(place: Place) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:

@@ -18,7 +18,7 @@ from paraplan.capture import capture
 from paraplan.cost_models.ops.roofline import op_time_s, work_of
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.jobs.measuring.local_ops import LocalOp, families
 from paraplan.jobs.measuring.measure_ops import measure_op
 from paraplan.jobs.models import hf_batch, hf_model

@@ -19,14 +19,16 @@ from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.ir.execution.rank_program import Instr, InstrKind, LocalValue, RankProgram
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.check import max_error
 from paraplan.jobs.measuring.local_ops import whole_plan
 from paraplan.kernels.torch_private import tree_leaves, tree_map_only
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
-from paraplan.runtime.executing.instructions import INSTR, resolve
+from paraplan.runtime.executing.instructions import INSTR
+from paraplan.runtime.executing.targets import resolve
 from paraplan.runtime.in_process import InProcessTrainer
 
 MODELS = ("gpt2", "llama", "t5", "vit", "unet", "resnet", "dlrm", "mixtral")

@@ -11,7 +11,8 @@ import msgspec
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import PRESETS, Constraints
 from paraplan.planner.pipeline.pipeline import pipelined

@@ -18,7 +18,8 @@ from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import plan_costs
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.device import Device
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

@@ -9,14 +9,12 @@ plan whatever the budget: chen-sqrt, vdnn-all, vdnn-conv.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from paraplan.baselines.chains.chen import chen_greedy, chen_sqrt, divide_conquer
 from paraplan.baselines.chains.pofo import pofo
 from paraplan.baselines.chains.revolve import revolve
 from paraplan.baselines.chains.rotor import rotor
 from paraplan.baselines.checkmate import checkmate_ilp, checkmate_lp
-from paraplan.baselines.common import Limits
+from paraplan.baselines.common import Limits, MemoryStrategy
 from paraplan.baselines.kusumoto import kusumoto_approx, kusumoto_exact
 from paraplan.baselines.moccasin import moccasin
 from paraplan.baselines.policies.coop import coop
@@ -26,12 +24,10 @@ from paraplan.baselines.swapping.superneurons import superneurons
 from paraplan.baselines.swapping.swapadvisor import swapadvisor
 from paraplan.baselines.swapping.vdnn import vdnn_all, vdnn_conv
 from paraplan.baselines.treewidth import treewidth
-from paraplan.planner.memory.answer import MemoryAnswer
-from paraplan.planner.memory.problem import MemoryProblem
 
 __all__ = ["MEMORY", "OFFLOADING", "UNBUDGETED", "Limits"]
 
-MEMORY: dict[str, Callable[[MemoryProblem, int, Limits], MemoryAnswer]] = {
+MEMORY: dict[str, MemoryStrategy] = {
     "chen-sqrt": chen_sqrt,
     "chen-greedy": chen_greedy,
     "revolve": revolve,

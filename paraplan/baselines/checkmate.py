@@ -111,7 +111,13 @@ def _model(problem: MemoryProblem, budget_bytes: int, strategy: str, clock: Cloc
 
 
 def rounded(problem: MemoryProblem, model: Model, values: NDArray[np.float64]) -> tuple[int, ...]:
-    """Holds what the relaxation holds by at least one half, and executes what that and the next op need."""
+    """Holds what the relaxation holds by at least one half, and executes what that and the next op need.
+
+    Args:
+        problem: ops and tensors.
+        model: its relaxation.
+        values: of the model's columns.
+    """
     count = len(problem.ops)
     held = [
         {t for t in range(len(problem.tensors)) if (stage, t) in model.held and values[model.held[stage, t]] >= 0.5}

@@ -141,7 +141,13 @@ class _Writer:
 
 
 def checkmate_model(problem: MemoryProblem, budget_bytes: int, clock: Clock) -> Model | None:
-    """The program of a step within a budget; None where writing it took all the time."""
+    """The program of a step within a budget; None where writing it took all the time.
+
+    Args:
+        problem: ops and tensors.
+        budget_bytes: that may be held.
+        clock: time that is left.
+    """
     writer = _Writer(problem, budget_bytes)
     writer.columns()
     for stage in range(writer.count):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
 from paraplan.ir.execution.memory_actions import Actions
@@ -32,6 +33,23 @@ class Limits:
     time_s: float = 60.0
     seed: int = 0
     memory_slots: int = 500
+
+
+class MemoryStrategy(Protocol):
+    """A named algorithm that says in which order a step's ops run, and what is held or copied away meanwhile."""
+
+    def __call__(self, problem: MemoryProblem, budget_bytes: int, limits: Limits) -> MemoryAnswer:
+        """The schedule that its paper's method finds.
+
+        Args:
+            problem: ops and tensors of a step of one device, with the tiers it may copy to.
+            budget_bytes: that may be held at once.
+            limits: of time, and of how finely bytes are counted.
+        Raises:
+            InfeasibleError: nothing can meet the budget.
+            SolverLimitError: the method found nothing within it.
+            ConstraintError: the method does not apply to the problem.
+        """
 
 
 class Clock:
@@ -97,7 +115,15 @@ def answer(
     status: MemoryStatus = MemoryStatus.FEASIBLE,
     notes: tuple[str, ...] = (),
 ) -> MemoryAnswer:
-    """An answer, priced."""
+    """An answer, priced.
+
+    Args:
+        problem: ops and tensors.
+        actions: the schedule.
+        bound_s: no schedule of the class takes less; None where nothing is proved.
+        status: of the search.
+        notes: what the reader should know.
+    """
     evaluation = evaluate(problem, actions)
     if bound_s is not None:
         bound_s = min(bound_s, evaluation.step_s)
@@ -105,7 +131,13 @@ def answer(
 
 
 def answer_ops(problem: MemoryProblem, ops: tuple[int, ...], notes: tuple[str, ...] = ()) -> MemoryAnswer:
-    """The answer that executes ops in an order, useless repeats left out."""
+    """The answer that executes ops in an order, useless repeats left out.
+
+    Args:
+        problem: ops and tensors.
+        ops: in order, with repeats.
+        notes: what the reader should know.
+    """
     return answer(problem, freeing(problem, pruned(problem, ops)), notes=notes)
 
 
@@ -120,7 +152,14 @@ def keep_all(problem: MemoryProblem) -> MemoryAnswer:
 
 
 def nothing_fits(strategy: str, budget_bytes: int, least_bytes: float | None, why: str) -> SolverLimitError:
-    """What a strategy raises that found no schedule within the budget."""
+    """What a strategy raises that found no schedule within the budget.
+
+    Args:
+        strategy: its name.
+        budget_bytes: that may be held.
+        least_bytes: of its leanest schedule; None where there is none.
+        why: in words.
+    """
     least = "" if least_bytes is None else f"; the leanest it tried peaks at {int(least_bytes)} bytes"
     return SolverLimitError(
         f"{strategy} found no schedule within {budget_bytes} bytes ({why}){least}: raise the budget or take another "
@@ -131,6 +170,11 @@ def nothing_fits(strategy: str, budget_bytes: int, least_bytes: float | None, wh
 def best_within(strategy: str, tried: list[MemoryAnswer], budget_bytes: int, why: str) -> MemoryAnswer:
     """The shortest of the answers that fit, the earlier of equals.
 
+    Args:
+        strategy: its name.
+        tried: answers.
+        budget_bytes: that may be held.
+        why: what was tried, in words.
     Raises:
         SolverLimitError: none does.
     """

@@ -10,6 +10,7 @@ import difflib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from paraplan.baselines import MEMORY, Limits
 from paraplan.cost_models.predict import plan_costs
@@ -27,6 +28,15 @@ OURS = "paraplan"
 STRATEGIES = (OURS, *MEMORY)
 
 
+class Outcome(StrEnum):
+    """What came of a strategy at a budget."""
+
+    ANSWERED = "answered"
+    INFEASIBLE = "infeasible"  # proved
+    NONE_FOUND = "none found"  # which proves nothing
+    INAPPLICABLE = "does not apply"
+
+
 @dataclass(frozen=True)
 class Compared:
     """One strategy at one budget.
@@ -36,6 +46,7 @@ class Compared:
         answer: what it found; None where nothing.
         why: then, why.
         solve_s: seconds it took.
+        outcome: what came of it.
     """
 
     strategy: str
@@ -43,6 +54,7 @@ class Compared:
     answer: MemoryAnswer | None
     why: str
     solve_s: float
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -112,16 +124,17 @@ def compare(
 
 def _row(problem: MemoryProblem, name: str, budget: int, time_s: float) -> Compared:
     started = time.perf_counter()
-    answer, why = None, ""
+    answer, why, outcome = None, "", Outcome.ANSWERED
     try:
         if name == OURS:
             answer = plan_memory(problem, budget, MemoryLimits(time_s=time_s))
         else:
             answer = MEMORY[name](problem, budget, Limits(time_s=time_s))
     except InfeasibleError as fault:
-        why = f"infeasible: {fault}"
+        why, outcome = str(fault), Outcome.INFEASIBLE
     except SolverLimitError as fault:
-        why = f"none found: {fault}"
+        why, outcome = str(fault), Outcome.NONE_FOUND
     except ConstraintError as fault:
-        why = f"does not apply: {fault}"
-    return Compared(name, budget, answer, why, time.perf_counter() - started)
+        why, outcome = str(fault), Outcome.INAPPLICABLE
+    said = f"{outcome}: {why}" if why else ""
+    return Compared(name, budget, answer, said, time.perf_counter() - started, outcome)

@@ -17,7 +17,13 @@ def repeatable(problem: MemoryProblem, tensor: int) -> bool:
 
 
 def missing_ops(problem: MemoryProblem, tensor: int, there: set[int]) -> list[int]:
-    """The ops to execute, in order, to make a tensor again from what is there."""
+    """The ops to execute, in order, to make a tensor again from what is there.
+
+    Args:
+        problem: ops and tensors.
+        tensor: that is wanted.
+        there: tensors that are held.
+    """
     needed: set[int] = set()
     stack = [tensor]
     while stack:
@@ -60,7 +66,13 @@ def recomputed(problem: MemoryProblem, gaps: list[Gap], stays: frozenset[int] = 
 
 
 def moved_gaps(ops: tuple[int, ...], gaps: list[Gap], accesses: list[list[list[int]]]) -> list[Gap]:
-    """Gaps of the step's own order in a sequence of it with repeats: from the same access to the one that follows."""
+    """Gaps of the step's own order in a sequence of it with repeats: from the same access to the one that follows.
+
+    Args:
+        ops: the sequence.
+        gaps: of the step's own order.
+        accesses: per tensor, per version, where it is made and read in the sequence.
+    """
     at: dict[int, int] = {-1: -1}
     for position, index in enumerate(ops):
         at.setdefault(index, position)

@@ -13,7 +13,6 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor, fx, nn
 
-from paraplan.capture.convert import dtype_text
 from paraplan.capture.cutting.auxiliary import asides_of, make_outputs, plain, read_asides, wanted_outputs
 from paraplan.capture.cutting.cut import cut
 from paraplan.capture.cutting.flow import flows, value_of
@@ -44,6 +43,7 @@ from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.program import BatchInput, Denominator, LossTerm, ParamSpec, Program, Segment, SegmentKind
 from paraplan.ir.model.tensor import COMPLEX, TensorSpec
 from paraplan.ir.process.garbage import seldom_collected
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import FakeTensorMode, fake_mode
 
 aten = torch.ops.aten
@@ -92,7 +92,11 @@ def capture_with_reads(
     **how: Unpack[How],
 ) -> tuple[Program, Reads]:
     """As `capture`, and what was read of objects of this process that no program names (closures, the loss function's
-    modules)."""
+    modules).
+
+    Args:
+        model, example_inputs, how: as of `capture`.
+    """
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise CaptureError(f"model is {given}: give an nn.Module whose forward is a step's, made")
@@ -211,7 +215,7 @@ def _check_trained(params: Mapping[str, ParamSpec], precision: str, name: str) -
 
 
 def _lifted(x: Tensor, precision: str) -> str:
-    return dtype_text(widened(x.dtype) if precision == "fp64" else x.dtype)
+    return dtype_name(widened(x.dtype) if precision == "fp64" else x.dtype)
 
 
 def _batch_dims(tensors: dict[str, Tensor], given: dict[str, int | None]) -> tuple[int, dict[str, int | None]]:
@@ -273,7 +277,7 @@ def _rewrite(
 ) -> tuple[ForwardGraph, list[LossFraction], dict[str, fx.Node]]:
     graph, names, constants, updates = exported[:4]
     rewriter = Rewriter(graph, mode)
-    join_ties(graph, names, first_names)
+    join_ties(names, first_names)
     clean(graph)
     if precision == "fp64":
         constants = lift_to_float64(graph, rewriter, constants)

@@ -15,6 +15,7 @@ from paraplan.capture.joint_graph import LABEL
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.graph import Arg, Graph, Op, Phase, encode_number
 from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import OpOverload
 
 Names = str | tuple[str | None, ...] | None
@@ -24,14 +25,9 @@ _ONCE = frozenset({"paraplan.float8_scale", "paraplan.float8_cast", "paraplan.fl
 """Ops written once a phase for equal arguments: products that read one tensor cast it once."""
 
 
-def dtype_text(dtype: torch.dtype) -> str:
-    """ "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def spec_of(value: Tensor) -> TensorSpec:
     """Shape and dtype of a tensor."""
-    return TensorSpec(dtype=dtype_text(value.dtype), shape=tuple(int(size) for size in value.shape))
+    return TensorSpec(dtype=dtype_name(value.dtype), shape=tuple(int(size) for size in value.shape))
 
 
 class OpCollector:
@@ -67,7 +63,13 @@ class OpCollector:
     def emit(
         self, target: str, args: Sequence[Arg], specs: Sequence[TensorSpec | None], kwargs: dict[str, Arg] | None = None
     ) -> tuple[str | None, ...]:
-        """Appends an op; one name per output, None for absent ones."""
+        """Appends an op; one name per output, None for absent ones.
+
+        Args:
+            target: of the op.
+            args, kwargs: of it, as in `ir.model.graph`.
+            specs: of its outputs; None for absent ones.
+        """
         phase, source = self._label
         base = target.split(".")[1]
         for spec in specs:
@@ -87,7 +89,12 @@ class OpCollector:
         return outs
 
     def one(self, target: str, args: Sequence[Arg], spec: TensorSpec, kwargs: dict[str, Arg] | None = None) -> str:
-        """Appends an op with one output."""
+        """Appends an op with one output.
+
+        Args:
+            target, args, kwargs: as of `emit`.
+            spec: of its output.
+        """
         (name,) = self.emit(target, args, (spec,), kwargs)
         assert name is not None
         return name
@@ -106,7 +113,7 @@ class OpCollector:
         if isinstance(value, (tuple, list)):
             return tuple(self.arg(item) for item in value)
         if isinstance(value, torch.dtype):
-            return ":" + dtype_text(value)
+            return ":" + dtype_name(value)
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
             return None
         if value is None or isinstance(value, (bool, int)):
@@ -167,6 +174,11 @@ class OpCollector:
 def write_constant(writer: OpCollector, node: fx.Node, value: Tensor, source: str) -> None:
     """A tensor the model wrote out, as an op.
 
+    Args:
+        writer: of the graph.
+        node: that stands for the tensor.
+        value: of it.
+        source: the user's line; "" where unknown.
     Raises:
         CaptureError: it has too many elements for a program.
     """
@@ -188,6 +200,11 @@ def finish(writer: OpCollector, inputs: Sequence[str], outputs: Sequence[str | N
     """The graph without dead ops, absent outputs as None, sources renumbered.
 
     A result that nobody reads stays beside one that is read: its kernel makes it all the same.
+
+    Args:
+        writer: of the graph.
+        inputs: names of its inputs.
+        outputs: names of its results; None for absent ones.
     """
     needed = {name for name in outputs if name is not None}
     kept: list[Op] = []

@@ -18,16 +18,10 @@ from paraplan.capture.canonical import autograd
 from paraplan.capture.cutting.segments import ForwardGraph, Piece
 from paraplan.capture.precision import pin_dtypes
 from paraplan.capture.source_lines import line_of_stack
+from paraplan.capture.torch_private import recording_graph, trace_ops
 from paraplan.ir.errors import CaptureError, ParaplanError
 from paraplan.ir.model.graph import Phase
-from paraplan.kernels.torch_private import (
-    FakeTensorMode,
-    OpOverload,
-    recording_graph,
-    trace_ops,
-    tree_leaves,
-    tree_map_only,
-)
+from paraplan.kernels.torch_private import FakeTensorMode, OpOverload, tree_leaves, tree_map_only
 
 LABEL = "paraplan_label"
 Label = tuple[Phase, str]
@@ -106,7 +100,16 @@ def run_nodes(
     hook: bool,
     source_of: Callable[[fx.Node], str] = line_of_node,
 ) -> None:
-    """Runs the nodes of a piece, results into `env`; `source_of` says what its ops are labelled with."""
+    """Runs the nodes of a piece.
+
+    Args:
+        nodes: in order.
+        env: values by node; results are put there.
+        seed: of random ops; None where there are none.
+        labels: of the ops that are recorded.
+        hook: whether the ops of gradients are labelled as well, when autograd runs them.
+        source_of: what ops of a node are labelled with.
+    """
     seen: set[object] = set()
     slot = 0
     for node in nodes:
@@ -136,7 +139,14 @@ def _untraceable(labels: _Labels, fault: Exception) -> CaptureError:
 def trace_joint(
     forward: ForwardGraph, piece: Piece, mode: FakeTensorMode, asides: Sequence[fx.Node] = ()
 ) -> JointGraph:
-    """Records the joint graph of a piece; `asides` are nodes of it whose values are results too."""
+    """Records the joint graph of a piece.
+
+    Args:
+        forward: the whole forward.
+        piece: of it.
+        mode: under which tensors have no data.
+        asides: nodes of the piece whose values are results too.
+    """
     carries = forward.flows
     outside = [*piece.params, *piece.inputs]
     wanted = [carries[node].carries for node in outside]
@@ -205,7 +215,13 @@ def _forward_first(graph: fx.Graph, num_outputs: int) -> None:
 
 
 def trace_forward(piece: Piece, mode: FakeTensorMode, source_of: Callable[[fx.Node], str] = line_of_node) -> fx.Graph:
-    """Records the forward alone of a piece; placeholders as in `trace_joint`, the seed always among them."""
+    """Records the forward alone of a piece; placeholders as in `trace_joint`, the seed always among them.
+
+    Args:
+        piece: of the forward.
+        mode: under which tensors have no data.
+        source_of: what ops of a node are labelled with.
+    """
     outside = [*piece.params, *piece.inputs, *piece.constants]
     with mode:
         args = [*(_fake_like(node, False) for node in outside), torch.empty((), dtype=torch.int64)]

@@ -132,7 +132,11 @@ def run_program(
     batch: Mapping[str, Tensor],
     seeds: Sequence[Tensor] | int = 0,
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """The loss and the gradients of `run_step`."""
+    """The loss and the gradients of `run_step`.
+
+    Args:
+        program, params, buffers, batch, seeds: as of `run_step`.
+    """
     step = run_step(program, params, buffers, batch, seeds)
     return step.loss, step.grads
 

@@ -19,7 +19,7 @@ from paraplan.ir.execution.offsets import parse_offset
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind
 from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text
 from paraplan.kernels.torch_private import lazy_module
-from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing import instructions, targets
 from paraplan.runtime.executing.instructions import COPIER, INSTR, LOCAL, OFFSET
 
 
@@ -92,7 +92,7 @@ def _decode(arg: Arg, env: dict[str, fx.Node]) -> object:
         return env[arg_text(arg)]
     if kind is ArgKind.OFFSET:
         return env[arg] if parse_offset(arg) else 0
-    return instructions.decode_literal(arg)
+    return targets.decode_literal(arg)
 
 
 def _emit_instr(graph: fx.Graph, env: dict[str, fx.Node], instr: Instr, index: int) -> None:
@@ -109,8 +109,8 @@ def _emit_instr(graph: fx.Graph, env: dict[str, fx.Node], instr: Instr, index: i
         function = instructions.wait
     else:
         function, many = (
-            instructions.resolve(instr.target, instr.kernel),
-            instructions.returns_many(instr.target, len(instr.outs)),
+            targets.resolve(instr.target, instr.kernel),
+            targets.returns_many(instr.target, len(instr.outs)),
         )
     name = _identifier(
         f"{instr.outs[0]}_all" if many else (instr.outs[0] if instr.outs and instr.outs[0] else f"effect{index}")

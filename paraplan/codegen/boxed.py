@@ -25,7 +25,13 @@ class BoxedCodeGen(CodeGen):
         self.unread = unread
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:
-        """The signature and the unpacking; `free_vars` are the placeholders in order (after "self")."""
+        """The signature and the unpacking, as torch.fx asks for them.
+
+        Args:
+            free_vars: the placeholders in order, after "self", as fx writes them.
+            maybe_return_annotation: not written.
+            kwargs: what other versions of torch give.
+        """
         names = [text.split(":")[0].split("=")[0].strip() for text in free_vars if text != "self"]
         lines = [f"def {self._func_name}(self, boxed):"]
         lines += [f"    {name} = boxed[{index}]" for index, name in enumerate(names) if name not in self.unread]

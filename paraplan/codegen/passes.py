@@ -9,9 +9,9 @@ from torch import Tensor, fx
 
 from paraplan.codegen.boxed import box
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.execution.rank_program import Block, in_place
+from paraplan.ir.execution.rank_program import Block, InstrKind, in_place
 from paraplan.ir.struct import Value
-from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing import instructions, targets
 from paraplan.runtime.executing.instructions import INSTR
 from paraplan.runtime.transport.collectives import IMPLEMENTATIONS
 
@@ -47,7 +47,7 @@ def place_factories(module: fx.GraphModule, block: Block, context: EmitContext) 
         if index is None or context.device == "cpu":
             continue
         target = block.instrs[index].target
-        if "." in target and instructions.is_factory(target):
+        if block.instrs[index].kind is InstrKind.OP and targets.is_factory(target):
             node.kwargs = {
                 **node.kwargs,
                 "device": context.device if target == "paraplan.constant" else torch.device(context.device),

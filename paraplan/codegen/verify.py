@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Block, InstrKind, RankProgram, StepKind
 from paraplan.ir.model.graph import refs
 from paraplan.runtime.executing.instructions import INSTR, LOCAL

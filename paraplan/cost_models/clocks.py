@@ -31,7 +31,7 @@ from paraplan.ir.machine.device import Device
 from paraplan.ir.model.graph import Graph
 from paraplan.ir.model.program import Program, master_dtype
 from paraplan.ir.model.tensor import DTYPE_BYTES
-from paraplan.ir.plan import Optimizer
+from paraplan.ir.optimizer import Optimizer
 from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.rules.carried_rules import registered_work
 

@@ -108,6 +108,10 @@ def check_fields(options: Options) -> None:
 def check_keywords(function: str, given: Mapping[str, Any], *kinds: type[Options]) -> None:
     """Refuse keywords that no struct has.
 
+    Args:
+        function: its name, for the message.
+        given: keywords it was called with.
+        kinds: structs whose fields it takes.
     Raises:
         TypeError: names the keyword, and those that are spelled alike.
     """

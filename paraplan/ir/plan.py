@@ -7,7 +7,6 @@ It is data: loading one never imports or executes anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -15,15 +14,14 @@ import msgspec
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.ir.machine.tier_placement import DEVICE, HOST, TierPlacement
 from paraplan.ir.model.program import Program
+from paraplan.ir.optimizer import Optimizer
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.ir.profile import Profile
+from paraplan.ir.step_options import StepOptions
 from paraplan.ir.struct import Value
 
 PLAN_VERSION = 3
-
-AHEAD = "+ahead"
-"""How pins say that a stored copy is gathered once a step."""
 
 
 class ModelRef(Value, frozen=True, kw_only=True):
@@ -38,128 +36,6 @@ class ModelRef(Value, frozen=True, kw_only=True):
     display: str
     hf_type: str | None = None
     hf_settings: dict[str, Any] = {}
-
-
-class Optimizer(Value, frozen=True, kw_only=True):
-    """What an optimizer keeps and needs.
-
-    Attributes:
-        name: e.g. "adamw".
-        state_slots: tensors of a parameter's size it keeps.
-        workspace_slots: tensors of one parameter's size alive at once while that parameter is updated.
-        lingering_slots: tensors of the previous parameter's size still alive then.
-        scalar_bytes: bytes of small state per parameter (step counters).
-        fused: whether torch's fused kernels update what has no gaps (`ir.model.fused_updates`), which takes no
-        workspace.
-    """
-
-    name: str
-    state_slots: int
-    workspace_slots: int
-    lingering_slots: int = 0
-    scalar_bytes: int = 0
-    fused: bool = False
-
-    def workspace_bytes(self, sizes: Sequence[int]) -> int:
-        """The most an update that is not fused of parameters of these bytes, one after another, allocates and drops
-        inside."""
-        pairs = zip(sizes, [0, *sizes], strict=False)
-        return max((self.workspace_slots * n + self.lingering_slots * last for n, last in pairs), default=0)
-
-    @property
-    def timed_as(self) -> str:
-        """What profiles call the times of its updates."""
-        return f"{self.name}.fused" if self.fused else self.name
-
-
-OPTIMIZERS: dict[str, Optimizer] = {
-    each.name: each
-    for each in (
-        Optimizer(name="sgd", state_slots=0, workspace_slots=0, fused=True),
-        Optimizer(name="momentum", state_slots=1, workspace_slots=0, fused=True),
-        Optimizer(name="adam", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4, fused=True),
-        Optimizer(name="adamw", state_slots=2, workspace_slots=2, lingering_slots=1, scalar_bytes=4, fused=True),
-        Optimizer(name="nesterov", state_slots=1, workspace_slots=1, fused=True),
-        Optimizer(name="sgd+decay", state_slots=0, workspace_slots=1, fused=True),
-        Optimizer(name="momentum+decay", state_slots=1, workspace_slots=1, fused=True),
-        Optimizer(name="nesterov+decay", state_slots=1, workspace_slots=2, fused=True),
-        Optimizer(name="adam+decay", state_slots=2, workspace_slots=3, lingering_slots=1, scalar_bytes=4, fused=True),
-    )
-}
-"""By name. `+decay`: with `weight_decay`, which adds the parameter to its gradient in a tensor of its own (AdamW's
-scales the parameter in place and needs none)."""
-
-
-class ParamLayouts(Value, frozen=True, kw_only=True):
-    """Where a parameter lives between uses; each a layout in text form on the stage's mesh.
-
-    `stored` is the copy ops read, `grad` the accumulator each microbatch adds into, `state` what the optimizer updates
-    (gradients are brought there once a step, the updated parameter goes back to `stored`). ZeRO-3 shards all three,
-    ZeRO-2 the last two, ZeRO-1 the last.
-
-    With `ahead` the stored copy lies as the state does between steps: it is gathered once a step, while segments before
-    its first reader run, and kept until its last. So nobody waits for the gather that would follow an update, and
-    ZeRO-1 and ZeRO-2 hold no whole copy then (FSDP's SHARD_GRAD_OP, Megatron-LM's overlapped gather of parameters).
-
-    `state_tier` is where the optimizer's copy and states are: "" for the device, or "host": gradients are then copied
-    there, the host updates, and the updated parameter is copied back (ZeRO-Offload, Ren et al. 2021). On "disk" they
-    are files, of which a few parameters' at a time are brought to the host's memory, updated there, and written back
-    (ZeRO-Infinity, Rajbhandari et al. 2021). With `fetched` they are brought to the device instead, from either tier,
-    and updated there; gradients then stay on the device. `stored_tier` is where the stored copy is: off the device it
-    is copied there a segment before it is read, and given up after it. A trained parameter's state then is on the same
-    tier, in the same storage, and where that has another dtype (float32, under bf16) what comes is cast on arrival.
-
-    `grad_tier` is where the gradient waits for its update: "" for where that is done, or the tier of states that come
-    to it, to which it is written as it is made and with which it comes. All of it as one value is `place`."""
-
-    stored: str
-    grad: str
-    state: str
-    state_tier: str = ""
-    stored_tier: str = ""
-    fetched: bool = False
-    ahead: bool = False
-    grad_tier: str = ""
-
-    @property
-    def resting(self) -> str:
-        """The layout of the stored copy between steps."""
-        return self.state if self.ahead else self.stored
-
-    @property
-    def text(self) -> str:
-        """As a pin says it: "stored/grad/state", then "+ahead", or "@host" where the state is, "@all" where all is."""
-        place = self.place if self.state_tier else self.place.frozen
-        at = AHEAD if self.ahead else f"@{place.text}" if place.states else ""
-        return f"{self.stored}/{self.grad}/{self.state}{at}"
-
-    @property
-    def update_tier(self) -> str:
-        """Where the optimizer updates: "" for the device, or a memory of the host."""
-        return self.place.update_tier
-
-    @property
-    def staged(self) -> bool:
-        """Whether states are brought to where they are updated, and back."""
-        return self.place.is_staged
-
-    @property
-    def place(self) -> TierPlacement:
-        """Where a trained parameter, its states and its gradient are, and who updates it."""
-        update = HOST if self.state_tier and not self.fetched else DEVICE
-        place = TierPlacement(self.stored_tier, self.state_tier, self.grad_tier, update)
-        return place if self.grad_tier else place._replace(grads=place.update_tier)
-
-    def placed(self, place: TierPlacement, ahead: bool = False) -> ParamLayouts:
-        """The same layouts elsewhere, gathered ahead or not."""
-        return msgspec.structs.replace(
-            self,
-            state_tier=place.states,
-            stored_tier=place.params,
-            ahead=ahead,
-            fetched=bool(place.states) and place.update == DEVICE,
-            grad_tier=place.grads if place.grads_wait else "",
-        )
 
 
 class Split(Value, frozen=True, kw_only=True):
@@ -298,8 +174,8 @@ REDUCE_DTYPES = {"": "", "fp32": "float32", "bf16": "bfloat16"}
 """In which dtype gradients may be summed over ranks; "" where each is summed in the dtype it then has."""
 
 
-class Plan(Value, frozen=True, kw_only=True):
-    """Everything needed to simulate, show and run one training step.
+class Plan(StepOptions, frozen=True, kw_only=True):
+    """Everything needed to simulate, show and run one training step; how it is done throughout is in `StepOptions`.
 
     Attributes:
         version: of this format.
@@ -309,27 +185,12 @@ class Plan(Value, frozen=True, kw_only=True):
         cluster: where it runs, with the rates used.
         num_microbatches: microbatches per step; each takes 1/num of the global batch.
         optimizer: what keeps states.
-        bundle_bytes: from how many bytes on small parameters and gradients of several segments set out together;
-            0: nothing waits for another segment's.
-        reducing_bytes: what gradients on their way to the optimizer's layout may hold until they are there, where a
-            collective holds what it reads (a reduce-scatter does); two are under way in any case.
-        reduce_every: of how many microbatches of a stage gradients are added up, as they are made, before they are
-            brought to the layout they accumulate in (`lowering.steps.microbatch_groups`).
         sum_products: whether products add the gradients of weights to their sums themselves, and make those of halves
             in float32 where they are to be (`lowering.rewrites`: `summed_grads`, `wide_grads`).
         compiled: whether forward and backward blocks go through torch.compile.
         reduce_dtype: "fp32" or "bf16": in which half precisions sum parameters' gradients over a mesh's ranks. "": in
             themselves as gradients are made (ZeRO-2, ZeRO-3, tensor parallelism), in float32 once a step (ZeRO-0,
             ZeRO-1). Accumulators, and what stages that share a parameter exchange, are float32 in any case.
-        hold_casts: whether weights are cast to float8 once a step and held, not in every forward and backward.
-        delayed_update: after how many steps the host's updates of states that stay there are done beside the next
-            step's work, and so are one step late (see `lowering.steps.delayed_update`); None: never.
-        params_ahead: whether large sharded parameters are gathered beside the segment before the one that reads them,
-            as small ones are (`lowering.transfers.param_allgather`), and not in the block that does.
-        states_ahead: whether the first states that come to their update set out before the last segment's backward, and
-            not after it (see `lowering.transfers.streamed_update`).
-        parted_messages: whether, of what a stage sends, ranks that hold the same send a part each, which the next stage
-            gathers where it is read (Narayanan et al. 2021, section 4.1); gradients added to whole ones go whole.
         stages, schedule: the plan proper.
         memory_actions: on one device, the order in which the step's ops run, are run again, and tensors are freed and
             copied to a tier and back (`ir.execution.memory_actions`); None: as lowered.
@@ -341,6 +202,10 @@ class Plan(Value, frozen=True, kw_only=True):
     """
 
     left_out: ClassVar[tuple[str, ...]] = ("pins", "tried")
+    written_first: ClassVar[tuple[str, ...]] = (
+        *("version", "made_with", "model", "program", "cluster", "num_microbatches", "optimizer"),
+        *("bundle_bytes", "reducing_bytes", "reduce_every", "sum_products", "compiled", "reduce_dtype"),
+    )
 
     version: int = PLAN_VERSION
     made_with: dict[str, str]
@@ -349,17 +214,9 @@ class Plan(Value, frozen=True, kw_only=True):
     cluster: ClusterSpec
     num_microbatches: int
     optimizer: Optimizer
-    bundle_bytes: int = 8 << 20
-    reducing_bytes: int = 0
-    reduce_every: int = 1
     sum_products: bool = True
     compiled: bool = False
     reduce_dtype: str = ""
-    hold_casts: bool = False
-    delayed_update: int | None = None
-    params_ahead: bool = False
-    states_ahead: bool = False
-    parted_messages: bool = False
     stages: tuple[Stage, ...]
     schedule: Schedule
     memory_actions: str | None = None
@@ -369,6 +226,11 @@ class Plan(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     pins: dict[str, Any] = {}
     tried: Annotated[tuple[Tried, ...], msgspec.Meta(max_length=MOST_TRIED)] = ()
+
+    @property
+    def options(self) -> StepOptions:
+        """How the step is done throughout, by itself."""
+        return StepOptions(**{name: getattr(self, name) for name in StepOptions.__struct_fields__})
 
     @property
     def num_shares(self) -> int:

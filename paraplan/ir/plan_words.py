@@ -14,11 +14,16 @@ def plan_words(plan: Plan) -> str:
 
     Meshes that differ are named in the order of stages: `axis0=4 then axis0=2`.
     """
+    return ", ".join(plan_phrases(plan))
+
+
+def plan_phrases(plan: Plan) -> tuple[str, ...]:
+    """The same, one by one."""
     count = plan.num_microbatches
     axes = " then ".join(dict.fromkeys(_mesh_words(stage.mesh) for stage in plan.stages))
     positions = len({each.devices for stage in plan.stages for each in stage.meshes})
     stages = f"pp={positions} ({len(plan.stages)} stages, {plan.schedule.name}) " if positions > 1 else ""
-    return ", ".join((f"{stages}{axes}", f"{count} microbatch{'es' if count > 1 else ''}", *_saving(plan)))
+    return (f"{stages}{axes}", f"{count} microbatch{'es' if count > 1 else ''}", *_saving(plan))
 
 
 def _mesh_words(mesh: Mesh) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from paraplan.ir.errors import ProfileError
 from paraplan.ir.machine.kernel_choice import has_choice
-from paraplan.ir.model.graph import Arg, ArgKind, arg_kind
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, target_parts
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.struct import Value
@@ -74,6 +74,11 @@ class OpTime(Value, frozen=True, kw_only=True):
     spread: float = 0.0
     samples: int = 1
     workspace_bytes: int = 0
+
+    @property
+    def updated_by(self) -> str:
+        """The optimizer (`Optimizer.timed_as`) whose update this is the time of; "" of ops."""
+        return self.target.removeprefix(UPDATE) if self.target.startswith(UPDATE) else ""
 
     @property
     def shape_key(self) -> str:
@@ -201,7 +206,7 @@ def detail_of(target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], ker
         args, kwargs: its arguments, local.
         kernel: that it runs as.
     """
-    ours = target.startswith("paraplan.")
+    ours = target_parts(target).is_canonical
     given = [_plain(arg, ours) for arg in args], {key: _plain(arg, ours) for key, arg in sorted(kwargs.items())}
     return json.dumps(given, separators=(",", ":")) + (f" as {kernel}" if kernel and has_choice(target) else "")
 

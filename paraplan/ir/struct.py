@@ -25,9 +25,11 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         left_out: fields that files do not have where they are empty, so that what was written before they were is the
             same file still.
+        written_first: fields that files begin with, the others following in the order of declaration.
     """
 
     left_out: ClassVar[tuple[str, ...]] = ()
+    written_first: ClassVar[tuple[str, ...]] = ()
 
 
 def written_fields(value: msgspec.Struct) -> dict[str, Any]:
@@ -35,6 +37,8 @@ def written_fields(value: msgspec.Struct) -> dict[str, Any]:
     left_out = getattr(value, "left_out", ())
     names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
     fields = [(key, name, getattr(value, name)) for key, name in names]
+    first = {name: place for place, name in enumerate(getattr(value, "written_first", ()))}
+    fields.sort(key=lambda field: first.get(field[1], len(first)))
     return {key: held for key, name, held in fields if held or name not in left_out}
 
 
@@ -44,7 +48,7 @@ def to_json(value: Any) -> bytes:
     Args:
         value: any `Value`.
     Returns:
-        UTF-8 ending in a newline; fields in declaration order, the outer levels one item a line.
+        UTF-8 ending in a newline; fields in the order of `written_fields`, the outer levels one item a line.
     """
     return _pretty(value, 0, 3).encode() + b"\n"
 

@@ -70,7 +70,13 @@ def read_plan(path: str | Path, by: Programs | None = None) -> Plan:
 
 
 def decode_plan(data: bytes, what: str, by: Programs | None = None) -> Plan:
-    """As `read_plan`, from bytes; `what` names them in messages."""
+    """As `read_plan`, from bytes.
+
+    Args:
+        data: the file's bytes.
+        what: they are, for messages.
+        by: how the plan is lowered and simulated.
+    """
     try:
         head = msgspec.json.decode(data, type=_Head)
     except msgspec.ValidationError as fault:

@@ -21,10 +21,12 @@ _HINT = "pass example_inputs (on the command line: a factory that returns (model
 
 
 def hf_batch(model: nn.Module, batch: int | None = None, seq: int | None = None) -> Batch:
-    """Example inputs of a Hugging Face model: `batch` sequences of at most `seq` tokens, images or sounds, with labels.
+    """Example inputs of a Hugging Face model: sequences of tokens, images or sounds, with labels.
 
-    Left out, these are 8 sequences of 128 tokens, or of as many as the model has positions for.
-
+    Args:
+        model: of transformers.
+        batch: how many samples; None: 8.
+        seq: tokens of each at most; None: 128, or as many as the model has positions for.
     Raises:
         CaptureError: no such model, or the sequence is longer than its positions.
     """

@@ -16,8 +16,9 @@ from torch import nn
 from paraplan.capture import capture, fingerprint
 from paraplan.capture.exporting.shared_memory import refuse_shared_memory
 from paraplan.capture.python_state.aliases import names_of
-from paraplan.capture.python_state.code import GLOBAL, from_key
-from paraplan.capture.python_state.reading import ARGUMENT, LOSS, LOSS_FN, code_of, loss_text
+from paraplan.capture.python_state.code import from_key
+from paraplan.capture.python_state.reading import code_of, loss_text
+from paraplan.capture.python_state.setting_keys import LOSS, LOSS_FN, SettingKind, is_of_loss, setting_key
 from paraplan.capture.python_state.setting_paths import outside_value, settings_in, value_at
 from paraplan.capture.python_state.values import ABSENT, named, same_text, text_of
 from paraplan.ir.errors import ParaplanError, PlanMismatchError
@@ -88,13 +89,14 @@ def _settings(program: Program, model: nn.Module, loss_fn: object) -> Iterator[s
         if not same_text(text, program.settings[key]):
             yield f"{place.where} {text} where the plan has {program.settings[key]}"
     for key, wanted in program.settings.items():
-        if key.startswith(GLOBAL):
+        kind, _, path = setting_key(key)
+        if kind is SettingKind.GLOBAL:
             found = from_key(key)
             text = wanted if found is None else text_of(outside_value(found))
             if found is not None and not same_text(text, wanted):
                 yield f"{found.where} {text} where the plan has {wanted}"
-        elif ":" in key and key not in seen and wanted != repr(ABSENT) and not key.startswith((ARGUMENT, LOSS)):
-            yield f"no attribute {key.partition(':')[2]}, which is {wanted} in the plan"
+        elif kind is SettingKind.ATTRIBUTE and key not in seen and wanted != repr(ABSENT):
+            yield f"no attribute {path}, which is {wanted} in the plan"
     if loss_fn is not None and program.settings.get(LOSS_FN) not in (None, loss_text(loss_fn)):
         yield f"the loss function {loss_text(loss_fn)} where the plan has {program.settings[LOSS_FN]}"
 
@@ -102,7 +104,7 @@ def _settings(program: Program, model: nn.Module, loss_fn: object) -> Iterator[s
 def _functions(program: Program, model: nn.Module, loss_fn: object) -> list[str]:
     """Functions whose code may be other than the plan's."""
     mine = code_of(model, loss_fn)
-    known = {name: text for name, text in program.code.items() if loss_fn is not None or not name.startswith(LOSS_FN)}
+    known = {name: text for name, text in program.code.items() if loss_fn is not None or not is_of_loss(name)}
     shared = {name for name in mine if name in known and not codes_differ(mine[name], known[name])}
     return sorted({*mine, *known} - shared)
 
@@ -114,7 +116,9 @@ def _captures_alike(program: Program, model: nn.Module, loss_fn: object) -> bool
         return False
     try:
         others = {
-            key.removeprefix(ARGUMENT): ast.literal_eval(settings[key]) for key in settings if key[:9] == ARGUMENT
+            said.name: ast.literal_eval(text)
+            for said, text in ((setting_key(key), text) for key, text in settings.items())
+            if said.kind is SettingKind.ARGUMENT
         }
         choice = ast.literal_eval(settings[LOSS]) if LOSS in settings else None
         inputs = given_inputs(program)

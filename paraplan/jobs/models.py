@@ -85,6 +85,10 @@ def _transformers() -> Any:
 def hf_model(model_type: str, settings: Mapping[str, Any], meta: bool) -> nn.Module:
     """A Hugging Face model with random weights and its loss, in training mode.
 
+    Args:
+        model_type: of transformers, such as "gpt2".
+        settings: of its configuration, where they differ from the defaults.
+        meta: on the meta device, without values.
     Raises:
         ModelError: unknown type or setting (with what comes near), or settings transformers refuses.
     """

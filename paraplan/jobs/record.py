@@ -54,7 +54,13 @@ def ops_seen(program: RankProgram, samples: Samples) -> dict[str, tuple[OpTime, 
 
 
 def run_times(plan: Plan, ranks: Iterable[dict[str, tuple[OpTime, list[float]]]], step_s: Iterable[float]) -> RunTimes:
-    """What a run took, from every rank's ops."""
+    """What a run took, from every rank's ops.
+
+    Args:
+        plan: that ran.
+        ranks: of each, by full key the op and its seconds in every step.
+        step_s: seconds of each step.
+    """
     ops: dict[str, OpTime] = {}
     samples: dict[str, list[float]] = defaultdict(list)
     for rank in ranks:
@@ -82,7 +88,14 @@ def _timed(op: OpTime, seconds: list[float]) -> OpTime:
 
 
 def write_run(path: Path, plan: Plan, program: RankProgram, samples: Samples, step_s: Iterable[float]) -> None:
-    """Gather every rank's times and have the first write them (all must call)."""
+    """Gather every rank's times and have the first write them (all must call).
+
+    Args:
+        path: of the file.
+        plan, program: that ran, and this rank's program.
+        samples: this rank's times.
+        step_s: seconds of each step.
+    """
     mine = ops_seen(program, samples)
     everyone: list[dict[str, tuple[OpTime, list[float]]] | None] = [mine]
     if dist.is_initialized():

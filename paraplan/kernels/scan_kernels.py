@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.model.graph import Arg, Op, decode_number
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, decode_number, target_parts
 from paraplan.ir.model.scan import Scan, parse_scan
 from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.process.memo import SESSION
@@ -36,16 +36,16 @@ class _Call(NamedTuple):
 
 
 def _function(target: str) -> Callable[..., Any]:
+    parts = target_parts(target)
     if target in _VIEWS:
-        return torch.reshape if target.startswith("aten") else lambda x: x.contiguous()
-    space, _, name = target.partition(".")
+        return (lambda x: x.contiguous()) if parts.is_canonical else torch.reshape
     found: Any = None
-    if space != "paraplan":
-        found = getattr(torch.ops, space)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-    elif name in reference_kernels.__all__:
-        found = getattr(reference_kernels, name)
+    if not parts.is_canonical:
+        found = getattr(torch.ops, parts.namespace)
+        for attribute in parts.attributes:
+            found = getattr(found, attribute, None)
+    elif parts.name in reference_kernels.__all__:
+        found = getattr(reference_kernels, parts.name)
     if found is None:
         raise CodegenError(f"no op of a loop's body is called {target!r}")
     return found  # type: ignore[no-any-return]
@@ -55,15 +55,13 @@ def _literal(arg: Arg) -> Arg:
     """What is no name of a value, decoded."""
     if isinstance(arg, tuple):
         return tuple(map(_literal, arg))
-    if not isinstance(arg, str) or arg.startswith("%"):
+    kind = arg_kind(arg)
+    if kind is None or kind is ArgKind.VALUE:
         return arg
-    if arg.startswith("~"):
+    if kind is ArgKind.NUMBER:
         return decode_number(arg)
-    return getattr(torch, arg[1:]) if arg[1:] in DTYPE_BYTES else arg[1:]
-
-
-def _is_factory(op: Op) -> bool:
-    return not op.tensors
+    text = arg_text(arg)
+    return getattr(torch, text) if text in DTYPE_BYTES else text
 
 
 def _calls(scan: Scan) -> tuple[_Call, ...]:
@@ -85,7 +83,7 @@ def _compiled(text: str) -> tuple[Scan, tuple[_Call, ...]]:
 
 def _given(arg: Arg, values: Values) -> Any:
     if isinstance(arg, str):
-        return values[arg[1:]] if arg.startswith("%") else arg
+        return values[arg_text(arg)] if arg_kind(arg) is ArgKind.VALUE else arg
     if isinstance(arg, tuple) and arg and not isinstance(arg[0], (int, float)):
         return [_given(item, values) for item in arg]
     return arg

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.offsets import offset_value
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, map_refs, refs

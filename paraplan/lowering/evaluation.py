@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from paraplan.ir.errors import ConstraintError, MixedSamples
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import LOSS, Name
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import LOSS
 from paraplan.ir.execution.rank_program import Block, BlockRole, OutputPlace, RankProgram, StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.ir.machine.mesh import Layout, P, Partial, R, Shard, layout_text, parse_layout
@@ -20,15 +21,15 @@ from paraplan.ir.machine.rank_groups import group_of_class
 from paraplan.ir.model.program import Output, Source, source_of
 from paraplan.ir.plan import Plan
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.blocks.forward import Given, extend
+from paraplan.lowering.blocks.forward import Given
 from paraplan.lowering.blocks.small_blocks import nearest, total_block
 from paraplan.lowering.implement import implement_all
 from paraplan.lowering.lower_rank import RankSteps
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.lowering.steps.stage_messages import in_order
 from paraplan.lowering.steps.whole_batch import whole_of
-from paraplan.rules.strategies import GraphKey, graph_strategies
-from paraplan.rules.time_axis import KindMicro, graph_micro
+from paraplan.rules.graph_strategies import GraphKey, graph_strategies
+from paraplan.rules.time_axis import KindMicro, extend, graph_micro
 
 
 def lower_evaluation(plan: Plan, outputs: Sequence[str] = ()) -> tuple[RankProgram, ...]:

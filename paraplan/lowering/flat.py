@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.memory_actions import Actions, MemAction, free, run
-from paraplan.ir.execution.names import Name, Role, inside, saved
+from paraplan.ir.execution.name import Name, Role
+from paraplan.ir.execution.names import inside, saved
 from paraplan.ir.execution.rank_program import MESSAGES, Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.execution.schedule import ActionKind
-from paraplan.ir.model.graph import refs
+from paraplan.ir.model.graph import refs, writes_first
 from paraplan.ir.model.storages import BEGIN, BlockStorages
 
 GIVEN = -1
@@ -249,7 +250,7 @@ class _Walk:
                 label = saved(step.segment, out, m) if step.segment >= 0 else inside(step.block, out, m)
                 names[out] = self._value(held[owners[out]], block.block.values[out], index, bool(makes), label)
         effect = not any(instr.outs)  # paraplan.write: into its first argument
-        if instr.target.endswith("_") and not effect:
+        if writes_first(instr.target) and not effect:
             raise InvalidPlanError(f"{where} writes in place what it also returns; such a program is not put in order")
         if makes or effect or instr.workspace_bytes:
             self._op(instr.target, index, reads, makes, reads[:1] if effect else [], instr.workspace_bytes)

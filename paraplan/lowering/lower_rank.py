@@ -10,7 +10,8 @@ import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import LOSS, Name, Role
+from paraplan.ir.execution.name import Name, Role
+from paraplan.ir.execution.names import LOSS
 from paraplan.ir.execution.rank_program import OuterValue, OutputPlace, RankProgram, StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
 from paraplan.ir.machine.tiers import TIERS

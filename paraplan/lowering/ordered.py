@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import msgspec
 
 from paraplan.ir.execution.memory_actions import Act, MemAction
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
 from paraplan.ir.model.strides import contiguous_strides, is_dense
 from paraplan.lowering.block_writer import BlockWriter, ValueNames

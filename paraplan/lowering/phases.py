@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import BlockRole, RankProgram, Step, StepKind
 from paraplan.lowering.steps.delayed_update import UpdatePhase, flush_steps, in_phase
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.model.program import Source, master_dtype, source_of
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.forward import Given

@@ -13,9 +13,11 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.op_rule import DISCOVERED
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Split, Stage
+from paraplan.ir.optimizer import Optimizer
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, ModelRef, Plan, Split, Stage
 from paraplan.ir.profile import Profile
-from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
+from paraplan.ir.step_options import ROOMY, StepOptions
 from paraplan.planner.decision_classes import param_classes
 from paraplan.rules.choices import axis_parts
 from paraplan.rules.dims import ROUTING
@@ -63,7 +65,7 @@ class Decisions:
         batch: layout of each batch input.
         activations: per segment, what becomes of values not simply kept for the backward; empty where all are kept.
         splits: per segment, what runs in chunks; empty where nothing does.
-        bundle_bytes, params_ahead: as in the plan.
+        options: of the whole step, as far as they are decided with layouts.
         fixed: whether layouts of parameters are pinned by name, and to be left as they are.
     """
 
@@ -75,8 +77,7 @@ class Decisions:
     batch: dict[str, str]
     activations: tuple[dict[str, str], ...] = ()
     splits: tuple[Split | None, ...] = ()
-    bundle_bytes: int = BUNDLE_BYTES
-    params_ahead: bool = True
+    options: StepOptions = ROOMY
     fixed: bool = False
 
 
@@ -111,8 +112,7 @@ def assemble(job: Job, decisions: Decisions) -> Plan:
         cluster=job.cluster,
         num_microbatches=decisions.num_microbatches,
         optimizer=job.optimizer,
-        bundle_bytes=decisions.bundle_bytes,
-        params_ahead=decisions.params_ahead,
+        **msgspec.structs.asdict(decisions.options),
         stages=(stage,),
         schedule=schedule,
         profile=job.profile,
@@ -143,8 +143,7 @@ def decided(plan: Plan, mesh: Mesh) -> Decisions:
         input_grads=tuple(choices[kind].input_grads for kind in kinds),
         params=tuple(classes),
         batch=batch,
-        bundle_bytes=plan.bundle_bytes,
-        params_ahead=plan.params_ahead,
+        options=plan.options.before_passes,
     )
 
 

@@ -7,6 +7,7 @@ import itertools
 from paraplan.cost_models.machine.catalog import devices_with
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.tensor import FLOATS8
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.placements import ANY, ANYWHERE, ON_DEVICE
@@ -41,7 +42,7 @@ def check_rates(job: Job) -> None:
     if job.program.precision != "fp8":
         return
     dtypes = {spec.dtype for kind in job.program.kinds for spec in kind.graph.values.values()}
-    eight = sorted(dtype for dtype in dtypes if dtype.startswith("float8"))
+    eight = sorted(dtypes & FLOATS8)
     for dtype, group in itertools.product(eight, job.cluster.groups):
         if dtype not in group.device.flops_per_s:
             raise ConstraintError(

@@ -292,7 +292,7 @@ class Constraints(Options, frozen=True, kw_only=True):
     )] = ""
     params: Annotated[dict[str, str], Option(
         "",
-        "layouts of named parameters, texts as of `ir.plan.ParamLayouts.text`.",
+        "layouts of named parameters, texts as of `ir.param_layouts.ParamLayouts.text`.",
         convert=_as_texts, check=_check_params,
     )] = {}
     # fmt: on
@@ -380,6 +380,10 @@ def device_budget(cluster: ClusterSpec, constraints: Constraints, group: int | N
     """Bytes any device, or any of a group, may hold: what is allowed, and at most the smallest one's memory less its
     reserve.
 
+    Args:
+        cluster: whose devices.
+        constraints: with the memory and the reserve that were pinned.
+        group: number of a group; None: the smallest device of all.
     Raises:
         InfeasibleError: nothing is left.
     """

@@ -31,8 +31,9 @@ def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -
     found = as_decided(job, decisions)
     if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found
-    if decisions.params_ahead and gathers(found.programs) and found.peak_bytes > limit_bytes:
-        found = min(found, as_decided(job, replace(decisions, params_ahead=False)), key=lambda made: made.peak_bytes)
+    if decisions.options.params_ahead and gathers(found.programs) and found.peak_bytes > limit_bytes:
+        here = replace(decisions, options=decisions.options.but(params_ahead=False))
+        found = min(found, as_decided(job, here), key=lambda made: made.peak_bytes)
         if found.peak_bytes <= limit_bytes and not found.over_bytes:
             return found
     other = as_decided(job, lean(decisions))
@@ -46,7 +47,7 @@ def lean(decisions: Decisions) -> Decisions:
     params = tuple(
         msgspec.structs.replace(layouts, ahead=layouts.ahead and decisions.fixed) for layouts in decisions.params
     )
-    return replace(decisions, bundle_bytes=0, params_ahead=False, params=params)
+    return replace(decisions, options=decisions.options.lean, params=params)
 
 
 def gave_up(plan: Plan, decisions: Decisions) -> bool:
@@ -56,7 +57,7 @@ def gave_up(plan: Plan, decisions: Decisions) -> bool:
         plan: what `realise` made.
         decisions: of which.
     """
-    return plan.params_ahead != decisions.params_ahead or plan.bundle_bytes != decisions.bundle_bytes
+    return plan.options.before_passes != decisions.options.before_passes
 
 
 def gathers(programs: Sequence[RankProgram]) -> bool:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tier_placement import HERE, PLACEMENTS, TierPlacement, parse_placement
-from paraplan.ir.plan import AHEAD
+from paraplan.ir.param_layouts import AHEAD
 
 
 class ParamPin(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -32,7 +33,8 @@ from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program, trained_params
 from paraplan.ir.model.strides import contiguous_strides, is_dense
-from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Split
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, Plan, Split
 from paraplan.lowering.blocks.forward import Given, chosen_strategies
 from paraplan.lowering.blocks.remat import RECOMPUTE, boundary_values, recomputable
 from paraplan.lowering.rewrites.chunks import chunkable_dims, gradients_known
@@ -40,7 +42,7 @@ from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.decision_classes import grad_classes, param_classes
 from paraplan.planner.passes.delayed_updates import is_any_late
-from paraplan.rules.strategies import GraphKey, graph_strategies
+from paraplan.rules.graph_strategies import GraphKey, graph_strategies
 from paraplan.rules.time_axis import ProgramMicro, program_micro, splittable
 
 Pick = Callable[[Sequence[str]], str]
@@ -107,18 +109,29 @@ def random_plan(
     return _timed(plan, random.Random(f"timing {seed}"))
 
 
+def _coin(rng: random.Random) -> bool:
+    return rng.random() < 0.5
+
+
+DRAWN: dict[str, Callable[[random.Random], Any]] = {
+    "reducing_bytes": lambda rng: rng.choice((0, 4096, 1 << 30)),
+    "states_ahead": _coin,
+    "delayed_update": lambda rng: rng.choice((None, 0, 1)),
+    "reduce_every": lambda rng: rng.choice((1, 1, 2, 3)),
+    "params_ahead": _coin,
+}
+"""How options of a step are drawn, in order: a new one comes last, so that plans of a seed stay as they were."""
+DRAWN_ELSEWHERE = frozenset({"bundle_bytes"})
+NOT_DRAWN = frozenset({"hold_casts", "parted_messages"})
+"""Passes look at a plan before they set these."""
+
+
 def _timed(plan: Plan, rng: random.Random) -> Plan:
     """The plan with what it says of the whole step drawn at random."""
-    reducing = rng.choice((0, 4096, 1 << 30))
-    ahead, after = rng.random() < 0.5, rng.choice((None, 0, 1))
-    plan = msgspec.structs.replace(plan, reducing_bytes=reducing, delayed_update=after)
+    plan = msgspec.structs.replace(plan, **{name: draw(rng) for name, draw in DRAWN.items()})
     staged = any(layouts.staged for stage in plan.stages for layouts in stage.params.values())
-    late = after if is_any_late(plan) else None
-    every = rng.choice((1, 1, 2, 3))
-    params = rng.random() < 0.5
-    return msgspec.structs.replace(
-        plan, delayed_update=late, params_ahead=params, states_ahead=staged and ahead, reduce_every=every
-    )
+    late = plan.delayed_update if is_any_late(plan) else None
+    return msgspec.structs.replace(plan, delayed_update=late, states_ahead=staged and plan.states_ahead)
 
 
 def _with_boundaries_away(plan: Plan, rng: random.Random, tiers: Sequence[str], share: float) -> Plan:

@@ -9,6 +9,7 @@ from paraplan.cost_models.machine.device_catalog import CATALOG
 from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
 from paraplan.ir.machine.device import Link
 from paraplan.ir.machine.tiers import TIERS
+from paraplan.ir.model.tensor import INTEGERS
 from paraplan.ir.struct import Value
 from paraplan.report.units import show_bytes, show_seconds
 
@@ -141,6 +142,6 @@ def show_rate(bytes_per_s: float) -> str:
 
 def show_flops(per_s: float, dtype: str) -> str:
     """`989.4e12` as "989.4 TFLOP/s"; integers have TOP/s."""
-    unit = "OP/s" if dtype.startswith(("int", "uint")) else "FLOP/s"
+    unit = "OP/s" if dtype in INTEGERS else "FLOP/s"
     prefix, size = ("P", 1e15) if per_s >= 1e16 else ("T", 1e12) if per_s >= 1e12 else ("G", 1e9)
     return f"{per_s / size:.4g} {prefix}{unit}"

@@ -8,7 +8,7 @@ from html import escape
 from paraplan.report.explain import Card, Explanation, Fact
 from paraplan.report.layouts import KindRow
 from paraplan.report.svg import memory_svg, timeline_svg
-from paraplan.report.units import show_bytes, show_seconds, show_share
+from paraplan.report.units import Column, columns, show_bytes, show_seconds, show_share
 
 STYLE = """
 .pp{--pp-ink:#1c2330;--pp-soft:#667085;--pp-line:#e4e7ec;--pp-lane:#f2f4f7;--pp-fwd:#3f7fd1;--pp-bwd:#8a63c9;
@@ -97,7 +97,7 @@ def _times(told: Explanation) -> str:
         (escape(row.name), html_bar(row.seconds, whole), show_seconds(row.seconds), show_share(row.seconds, whole))
         for row in told.times
     )
-    return html_table(("", "", "#time", "#share"), rows)
+    return html_table(columns("", "", "time", "share", numbers=2), rows)
 
 
 def _memory(told: Explanation) -> str:
@@ -106,7 +106,7 @@ def _memory(told: Explanation) -> str:
         (escape(row.what), html_bar(row.nbytes, whole), show_bytes(row.nbytes), show_share(row.nbytes, whole))
         for row in told.memory.by_role()
     )
-    return html_table(("", "", "#bytes", "#share"), rows)
+    return html_table(columns("", "", "bytes", "share", numbers=2), rows)
 
 
 def _largest(told: Explanation) -> str:
@@ -122,7 +122,8 @@ def _largest(told: Explanation) -> str:
         )
         for row in told.memory.largest
     )
-    return html_table(("tensor", "#count", "#bytes each", "shape", "what for", "made by", "read next by"), rows)
+    heads = columns("tensor", "count", "bytes each", numbers=2)
+    return html_table((*heads, *columns("shape", "what for", "made by", "read next by")), rows)
 
 
 def _soft(text: str) -> str:
@@ -147,7 +148,7 @@ def _collectives(told: Explanation) -> str:
         )
         for row in told.collectives
     )
-    return html_table(("collective", "over", "for", "#count", "#bytes put in", "#time"), rows)
+    return html_table(columns("collective", "over", "for", "count", "bytes put in", "time", numbers=3), rows)
 
 
 def _stage(index: int, rows: Sequence[KindRow], count: int) -> str:
@@ -160,21 +161,21 @@ def _kind(row: KindRow) -> str:
         (f"<code>{escape(p.name)}</code>", " x ".join(map(str, p.shape)), escape(p.words), show_bytes(p.nbytes))
         for p in row.params
     )
-    table = html_table(("parameter", "shape", "layout", "#stored per rank"), params) if row.params else ""
+    heads = columns("parameter", "shape", "layout", "stored per rank", numbers=1)
+    table = html_table(heads, params) if row.params else ""
     handed = f'<div class="soft">hands on {escape("; ".join(row.outputs))}</div>' if row.outputs else ""
     times = f"{row.instances} x " if row.instances > 1 else ""
     return f"<details open><summary><b>{times}{escape(row.label)}</b></summary>{handed}{table}</details>"
 
 
-def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML; heads that begin with # make right-aligned number columns."""
-    numeric = [head.startswith("#") for head in heads]
-    head = "".join(f"<th{_n(n)}>{escape(h.lstrip('#'))}</th>" for h, n in zip(heads, numeric, strict=True))
+def html_table(heads: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML; columns of numbers stand right."""
+    head = "".join(f"<th{_n(each.is_number)}>{escape(each.title)}</th>" for each in heads)
+    numbers = {index for index, each in enumerate(heads) if each.is_number}
     body = "".join(
-        "<tr>" + "".join(f"<td{_n(numeric[i] if heads else False)}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(f"<td{_n(i in numbers)}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>" for row in rows
     )
-    return f"<table>{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table>"
+    return f"<table>{f'<tr>{head}</tr>' if any(each.title for each in heads) else ''}{body}</table>"
 
 
 def _n(numeric: bool) -> str:

@@ -14,10 +14,11 @@ import msgspec
 
 from paraplan.ir.machine.mesh import Layout, Mesh, Partial, Placement, R, Replicate, Shard, local_shape, parse_layout
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.model.graph import Graph, Phase
+from paraplan.ir.model.graph import Graph, Phase, target_parts
 from paraplan.ir.model.program import Program, SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import KindChoice, ParamLayouts, Stage
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, Stage
 from paraplan.ir.struct import Value
 from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.rules.choices import axis_parts
@@ -227,7 +228,7 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     if stage.stop - stage.first < len(program.segments):  # of a pipeline
         rows = [msgspec.structs.replace(row, words=row.words.replace(_WHOLE, f"{_WHOLE} of its stage")) for row in rows]
     label = _label(tuple(row.name for row in rows)) or ", ".join(
-        dict.fromkeys(op.target.split(".")[1] for op in kind.graph.ops[:3])
+        dict.fromkeys(target_parts(op.target).name for op in kind.graph.ops[:3])
     )
     return KindRow(
         name=kind.name,
@@ -249,7 +250,7 @@ def _recomputed(kind: SegmentKind, choice: KindChoice) -> str:
         return "all of it, to the end" if remat.rerun else "all of it"
     dear = [kind.graph.ops[index].target for index in again]
     dear = [target for target in dear if (found := op_def(target)) is None or found.strides != "view"]
-    names = Counter(target.split(".")[1].removeprefix("native_").strip("_") for target in dear)
+    names = Counter(target_parts(target).word for target in dear)
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in names.items()) or (
         "views" if again else ""
     )
@@ -259,7 +260,7 @@ def _chunks(kind: SegmentKind, choice: KindChoice) -> str:
     """`8 from linear on, with the backward`."""
     if choice.split is None:
         return ""
-    begins = kind.graph.ops[choice.split.op].target.split(".")[1]
+    begins = target_parts(kind.graph.ops[choice.split.op].target).name
     return f"{choice.split.chunks} from {begins} on" + (", with the backward" if choice.split.at_once else "")
 
 

@@ -12,10 +12,11 @@ from functools import cache
 from paraplan.cost_models.simulator.live_storages import Place
 from paraplan.cost_models.simulator.peak_attribution import BytesRole, Peak, RoleBytes, Tensor, peak_of
 from paraplan.cost_models.simulator.rank_trace import RankTrace, Simulation
-from paraplan.ir.execution.names import Name
-from paraplan.ir.execution.names import Role as OuterRole
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.name import Role as OuterRole
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.machine.mesh import Layout, parse_layout
+from paraplan.ir.model.graph import target_parts
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.sources import UNKNOWN, graph_of_block, source_lines
 from paraplan.ir.plan import Plan, Stage
@@ -348,5 +349,4 @@ def _several(word: str, plural: str, numbers: list[int]) -> str:
 
 def _short(target: str) -> str:
     """`aten.mm.default` as "mm"."""
-    parts = target.split(".")
-    return parts[1] if len(parts) > 1 else target
+    return target_parts(target).name or target

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 _BYTES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+class Column(NamedTuple):
+    """The head of a table's column, and whether the column is of numbers, which stand right."""
+
+    title: str
+    is_number: bool = False
+
+
+def columns(*titles: str, numbers: int = 0) -> tuple[Column, ...]:
+    """Heads, of which as many as said, the last ones, are of numbers.
+
+    Args:
+        titles: of the columns, in order.
+        numbers: how many of the last ones are of numbers.
+    """
+    first = len(titles) - numbers
+    return tuple(Column(title, index >= first) for index, title in enumerate(titles))
 
 
 def show_bytes(nbytes: float) -> str:

@@ -100,7 +100,13 @@ def _parts(rule: OpRule, dim: str, layouts: tuple[Layout, ...], mesh_shape: tupl
 def divide_args(
     args: tuple[Arg, ...], kwargs: dict[str, Arg], paths: Sequence[ArgPath], parts: int
 ) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
-    """Arguments with the numbers at `paths` divided by `parts`."""
+    """Arguments, some of whose numbers are divided.
+
+    Args:
+        args, kwargs: of an op.
+        paths: to the numbers.
+        parts: what they are divided by.
+    """
     for first, *rest in paths:
         if isinstance(first, int):
             args = (*args[:first], _divide(args[first], rest, parts), *args[first + 1 :])

@@ -12,6 +12,9 @@ from typing import NamedTuple
 from paraplan.ir.machine.mesh import P, Partial, Placement, R, S
 from paraplan.rules.dims import OpDims
 
+WHOLE_KEY = "-"
+"""What a key says of an op that does the same work on every rank."""
+
 
 @dataclass(frozen=True)
 class AxisChoice:
@@ -32,7 +35,7 @@ class AxisChoice:
 
 def axis_choices(dims: OpDims) -> tuple[AxisChoice, ...]:
     """Everything an op may do along an axis: replicate first, then its dims, then partial sums."""
-    none = AxisChoice("-", (R,) * len(dims.inputs), tuple(None if out is None else R for out in dims.outputs))
+    none = AxisChoice(WHOLE_KEY, (R,) * len(dims.inputs), tuple(None if out is None else R for out in dims.outputs))
     found = [none]
     for dim, size in dims.sizes.items():
         if size > 1:
@@ -92,6 +95,16 @@ class AxisPart(NamedTuple):
     does: str
     reduced_to: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the op runs whole on every rank."""
+        return self.does == WHOLE_KEY
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether its inputs are partial sums."""
+        return self.does.startswith("+")
+
 
 def axis_part(text: str) -> AxisPart:
     """A strategy's key along one axis, read."""
@@ -99,6 +112,11 @@ def axis_part(text: str) -> AxisPart:
     return AxisPart(does, reduced_to)
 
 
+def axis_texts(key: str) -> tuple[str, ...]:
+    """A strategy's key, one text for each mesh axis."""
+    return tuple(key.split("|"))
+
+
 def axis_parts(key: str) -> tuple[AxisPart, ...]:
     """A strategy's key, read; one part for each mesh axis."""
-    return tuple(axis_part(text) for text in key.split("|"))
+    return tuple(map(axis_part, axis_texts(key)))

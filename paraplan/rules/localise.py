@@ -20,7 +20,14 @@ def axis_key(axis: int) -> str:
 
 
 def offset_text(spec: TensorSpec, layout: Layout, dim: int, mesh_shape: Dims) -> str:
-    """The first index of a rank's block along a dim, as "#..." text."""
+    """The first index of a rank's block along a dim, as "#..." text.
+
+    Args:
+        spec: of the whole value.
+        layout: that it has.
+        dim: which.
+        mesh_shape: of the extended mesh.
+    """
     block, terms = spec.shape[dim], []
     for axis, (placement, size) in enumerate(zip(layout, mesh_shape, strict=True)):
         if placement == Shard(dim=dim) and size > 1:
@@ -30,7 +37,14 @@ def offset_text(spec: TensorSpec, layout: Layout, dim: int, mesh_shape: Dims) ->
 
 
 def local_context(op: Op, values: Mapping[str, TensorSpec], strategy: Strategy, mesh_shape: Dims) -> LocalContext:
-    """What an op's rule may look at: `strategy` and `mesh_shape` with the microbatch axis in front."""
+    """What an op's rule may look at.
+
+    Args:
+        op: of a graph.
+        values: specs of the graph's values, whole.
+        strategy: of the op, with the microbatch axis in front.
+        mesh_shape: likewise.
+    """
     inputs = tuple(values[name] for name in op.tensors)
     outputs = tuple(None if name is None else values[name] for name in op.outs)
     return LocalContext(
@@ -59,7 +73,11 @@ def op_arguments(op: Op, context: LocalContext) -> tuple[Arg, ...]:
 
 
 def expansion(op: Op, values: Mapping[str, TensorSpec], strategy: Strategy, mesh_shape: Dims) -> Graph | None:
-    """The local ops of a strategy with a ring; None where the op itself is one instruction."""
+    """The local ops of a strategy with a ring; None where the op itself is one instruction.
+
+    Args:
+        op, values, strategy, mesh_shape: as of `local_context`.
+    """
     definition = op_def(op.target)
     if strategy.ring_axis < 0 or definition is None or definition.expand is None:
         return None

@@ -16,15 +16,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paraplan.ir.machine.mesh import Layout, Partial, Placement, R, S, is_shardable, padded_dims, pads_little
-from paraplan.ir.model.graph import Graph, Op, map_refs
+from paraplan.ir.model.graph import Op
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.process.memo import SESSION
 from paraplan.rules.carried_rules import definition_of
-from paraplan.rules.choices import AxisChoice, axis_choices, axis_part, axis_parts, mesh_choices, ring_choices
+from paraplan.rules.choices import (
+    AxisChoice,
+    axis_choices,
+    axis_part,
+    axis_parts,
+    axis_texts,
+    mesh_choices,
+    ring_choices,
+)
 from paraplan.rules.dims import RING, ROUTING, STRIPES, WHOLE, OpDims, replicated
 from paraplan.rules.expansions.overlap import GATHER, SCATTER, parse_pieces, pieces_choice
 
@@ -55,7 +62,7 @@ class Strategy:
     @property
     def ring_axis(self) -> int:
         """The axis a ring, a route or pieces run along; -1 for none. Such an op is lowered to its expansion."""
-        return next((axis for axis, part in enumerate(self.key.split("|")) if is_expanded(part)), -1)
+        return next((axis for axis, part in enumerate(axis_texts(self.key)) if is_expanded(part)), -1)
 
 
 def is_expanded(part: str) -> bool:
@@ -207,7 +214,16 @@ def strategy_named(
     micro: AxisChoice | None = None,
     num_microbatches: int = 1,
 ) -> Strategy | None:
-    """The legal strategy with a key, found without listing the others; None where there is none."""
+    """The legal strategy with a key, found without listing the others; None where there is none.
+
+    Args:
+        op: of a graph.
+        values: specs of the graph's values, whole.
+        mesh_shape: without the microbatch axis.
+        key: of the strategy.
+        micro: what the op does along the microbatch axis; None where there is none.
+        num_microbatches: extent of that axis.
+    """
     parts = axis_parts(key)
     if mesh_shape and len(parts) != len(mesh_shape):
         return None
@@ -303,55 +319,6 @@ def _reductions(
     return found
 
 
-@SESSION.cached(256)
-def graph_strategies(graph_key: GraphKey) -> tuple[tuple[Strategy, ...], ...]:
-    """Per op of a graph, its strategies; cached by graph identity and mesh, found once for ops alike."""
-    graph = graph_key.graph
-    micros = graph_key.micro or (None,) * len(graph.ops)
-    known: dict[object, tuple[Strategy, ...]] = {}
-    found = []
-    for op, micro in zip(graph.ops, micros, strict=True):
-        key = (op_signature(op, graph.values), micro)
-        if key not in known:
-            known[key] = op_strategies(op, graph.values, graph_key.mesh_shape, micro, graph_key.num_microbatches)
-        found.append(known[key])
-    return tuple(found)
-
-
-def op_signature(op: Op, values: dict[str, TensorSpec]) -> Hashable:
-    """Equal for ops that differ in the names of their values only: they have equal strategies and prices."""
-    numbers: dict[str, str] = {}
-    args, kwargs = (
-        map_refs(given, lambda name: numbers.setdefault(name, str(len(numbers))))
-        for given in (op.args, tuple(sorted(op.kwargs.items())))
-    )
-    specs = tuple(values[name] for name in numbers)
-    outs = tuple(None if name is None else values[name] for name in op.outs)
-    return (op.target, args, kwargs, specs, outs, op.phase, repr(op.rule) if op.rule is not None else "")
-
-
-@dataclass(frozen=True, eq=False)
-class GraphKey:
-    """Cache key of `graph_strategies`; compares by identity of the graph."""
-
-    graph: Graph
-    mesh_shape: tuple[int, ...]
-    micro: tuple[AxisChoice | None, ...] = ()
-    num_microbatches: int = 1
-
-    def __hash__(self) -> int:
-        return hash((id(self.graph), self.mesh_shape, self.num_microbatches))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, GraphKey)
-            and self.graph is other.graph
-            and self.mesh_shape == other.mesh_shape
-            and self.micro == other.micro
-            and self.num_microbatches == other.num_microbatches
-        )
-
-
 def kept_whole(op: Op) -> bool:
     """Whether an op has no rule and is therefore replicated."""
     return definition_of(op) is None or (op.rule is not None and op.rule.is_whole)
@@ -363,16 +330,13 @@ __all__ = [
     "STRIPES",
     "AxisChoice",
     "AxisKeys",
-    "GraphKey",
     "Strategy",
     "axis_choices",
     "choices_named",
     "dims_of",
     "fits_dim",
-    "graph_strategies",
     "is_expanded",
     "kept_whole",
-    "op_signature",
     "mesh_choices",
     "op_strategies",
     "ring_choices",

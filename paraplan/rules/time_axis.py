@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paraplan.ir.errors import ConstraintError, MixedSamples
-from paraplan.ir.machine.mesh import P, Partial, Placement, R, S, Shard
+from paraplan.ir.machine.mesh import Layout, P, Partial, Placement, R, S, Shard
 from paraplan.ir.model.graph import Graph, Op
 from paraplan.ir.model.program import Program, Segment, SegmentKind
 from paraplan.ir.process.memo import SESSION, Lately, Same
-from paraplan.rules.strategies import AxisChoice
+from paraplan.rules.strategies import AxisChoice, Strategy
 from paraplan.rules.time_axis_ops import choose, choose_as_is, feasible, making, mixed
 
 
@@ -206,7 +206,13 @@ def _may_end(program: Program, first: int) -> bool:
 
 
 def mixing_ops(graph: Graph, given: dict[str, Placement], m: int) -> list[Op]:
-    """The ops that mix samples and read nothing that one has made, given where inputs stand (whole by default)."""
+    """The ops that mix samples and read nothing that one has made, given where inputs stand (whole by default).
+
+    Args:
+        graph: whose ops.
+        given: where inputs stand on the axis.
+        m: extent of the axis.
+    """
     placements: dict[str, Placement | None] = {name: given.get(name, R) for name in graph.inputs}
     found = []
     for op in graph.ops:
@@ -333,3 +339,20 @@ def _makes(choice: AxisChoice, wanted: list[set[Placement]]) -> bool:
     """Whether an op's results come as wanted of inputs that are whole or slices."""
     outputs = [{place} for place in choice.outputs if place is not None]
     return outputs == wanted and not any(isinstance(place, Partial) for place in choice.inputs)
+
+
+def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
+    """A mesh strategy with the microbatch axis put in front."""
+    inputs = tuple([(first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True)])
+    computed = _extended(strategy.computed, micro)
+    outputs = computed if strategy.outputs == strategy.computed else _extended(strategy.outputs, micro)
+    return Strategy(strategy.key, inputs, computed, outputs)
+
+
+def _extended(layouts: tuple[Layout | None, ...], micro: AxisChoice) -> tuple[Layout | None, ...]:
+    return tuple(
+        [
+            None if layout is None or first is None else (first, *layout)
+            for first, layout in zip(micro.outputs, layouts, strict=True)
+        ]
+    )

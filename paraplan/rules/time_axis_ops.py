@@ -26,7 +26,15 @@ APART = (
 def making(
     graph: Graph, op: Op, have: tuple[Placement, ...], m: int, want: Mapping[str, Placement]
 ) -> AxisChoice | None:
-    """The cheapest choice whose results stand as wanted; None where there is none."""
+    """The cheapest choice whose results stand as wanted; None where there is none.
+
+    Args:
+        graph: with specs.
+        op: of it.
+        have: where its inputs stand.
+        m: extent of the axis.
+        want: where its results are to stand, by name.
+    """
 
     def fits(choice: AxisChoice) -> bool:
         made = dict(zip(op.outs, choice.outputs, strict=True))
@@ -51,6 +59,10 @@ def _cheapest(choices: Iterable[AxisChoice], have: tuple[Placement, ...], in_spa
 def choose(graph: Graph, op: Op, have: tuple[Placement, ...], m: int, where: str, in_space: bool) -> AxisChoice:
     """What an op does, given where its inputs stand.
 
+    Args:
+        graph, op, have, m: as of `making`.
+        where: the segment, for the message.
+        in_space: whether the axis is of ranks, and not of microbatches.
     Raises:
         MixedSamples: there is nothing that it can do; names it.
     """
@@ -91,14 +103,22 @@ def choose_as_is(
 
 
 def mixed(graph: Graph, op: Op, m: int, where: str, in_space: bool) -> MixedSamples:
-    """What says that an op needs to see other samples than a microbatch's, or a rank's."""
+    """What says that an op needs to see other samples than a microbatch's, or a rank's.
+
+    Args:
+        graph, op, m, where, in_space: as of `choose`.
+    """
     split = f"over {m} data-parallel ranks" if in_space else f"into {m} microbatches; use 1 microbatch{APART}"
     named = f"{op.target} ({graph.source_of(op)})"
     return MixedSamples(f"{where}: {named} mixes samples of the batch, so the batch cannot be split {split}", named)
 
 
 def feasible(graph: Graph, op: Op, m: int, in_space: bool) -> Iterator[AxisChoice]:
-    """What an op may do along the axis, if the dims it splits divide."""
+    """What an op may do along the axis, if the dims it splits divide.
+
+    Args:
+        graph, op, m, in_space: as of `choose`.
+    """
     specs = [graph.values[name] for name in (*op.tensors, *(name for name in op.outs if name))]
     for choice in _options(graph, op, in_space):
         places = [*choice.inputs, *(place for place in choice.outputs if place is not None)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from paraplan.capture.exporting.fake import not_dense, overrides_functions, own_functions
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.machine.mesh import Layout, R, S, local_shape, parse_layout
 from paraplan.ir.machine.rank_groups import Holding
 from paraplan.ir.model.program import given_inputs

@@ -105,7 +105,11 @@ class BucketTrainer:
         params: GroupMaker | None = None,
         **options: Any,
     ) -> torch.optim.Optimizer:
-        """`Trainer.optimizer` over the shared shards."""
+        """`Trainer.optimizer` over the shared shards.
+
+        Args:
+            cls, groups, params, options: as of `Trainer.optimizer`.
+        """
         made = self.trainers[0].optimizer(cls, groups=groups, params=params, after=self._finish, **options)
         for trainer in self.trainers[1:]:
             trainer.state.executor.update_with(self.trainers[0].state.executor.updater)

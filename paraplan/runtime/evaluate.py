@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
-from paraplan.ir.execution.rank_program import OutputPlace, RankProgram
+from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.mesh import Layout, Shard, local_shape, parse_layout
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower_evaluation
@@ -117,14 +117,14 @@ def collect(
             else whole(shape, tuple(layout), [e.outer[local] for e in executors])
             for local in place.names
         ]
-        outputs[name] = _joined(parts, along, place)
+        outputs[name] = _joined(parts, along)
     found = Evaluation(first.outer[program.loss].clone(), metrics, outputs, layouts)
     for executor in executors:
         executor.outer.clear()
     return found
 
 
-def _joined(parts: list[Tensor], along: object, place: OutputPlace) -> Tensor:
+def _joined(parts: list[Tensor], along: object) -> Tensor:
     if isinstance(along, Shard) and len(parts) > 1:
         return torch.cat(parts, along.dim)
     return parts[0].clone()

@@ -231,11 +231,15 @@ class FittedModule(nn.Module):
 
 
 _MODULE = frozenset(vars(nn.Module()))
+_OWN = {"plan"}.union(
+    f"_fit_{of}" for of in ("model", "step", "settings", "fixed", "returns", "casts", "remake", "modes", "first")
+)
+"""What a fitted module has beside what every module has, and its methods."""
 
 
 def _is_own(name: str) -> bool:
     """Whether an attribute is the fitted module's own and not the model's."""
-    return name == "plan" or name.startswith("_fit_") or name in _MODULE or hasattr(FittedModule, name)
+    return name in _OWN or name in _MODULE or hasattr(FittedModule, name)
 
 
 def _same(one: Any, other: Any) -> bool:

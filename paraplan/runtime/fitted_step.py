@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from paraplan.capture.exporting.fake import overrides_functions, own_functions
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.model.program import given_inputs
 from paraplan.ir.model.sources import source_lines
 from paraplan.ir.plan import Plan
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.lowering.phases import split_steps
 from paraplan.runtime.batch import refuse_dtype, refuse_not_dense
 from paraplan.runtime.executing.executor import Executor, Modules, make_tapes
@@ -131,7 +132,7 @@ class FittedStep:
             if value.source not in source:
                 raise PlanMismatchError(f"the model has no {what} any more; call fit again")
             tensor = source[value.source].detach()
-            now = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type
+            now = dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device.type
             if now != (value.dtype, value.shape, self.device):
                 raise PlanMismatchError(
                     f"{what} is {_said(*now)} now, the step was planned for "

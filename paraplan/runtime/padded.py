@@ -22,7 +22,7 @@ from torch import Tensor
 from paraplan.capture.reference import run_op
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.machine.mesh import Placement, R, Shard
-from paraplan.ir.model.graph import Graph, Op, Phase, arg_text
+from paraplan.ir.model.graph import Graph, Op, Phase, arg_text, target_parts
 from paraplan.ir.model.program import Program, Source, source_of
 from paraplan.rules.time_axis import ProgramMicro
 
@@ -46,7 +46,11 @@ _FACTORS = frozenset(("mul", "gated", "mm", "bmm", "matmul", "dot", "mv", "einsu
 """Zero where one operand is."""
 _SCALARS = frozenset(("view", "reshape", "squeeze", "_to_copy", "neg", "clone", "alias", "detach", "add", "sub"))
 _COUNTED = frozenset(("sum", "count_nonzero"))
-_INDEXED = ("index", "gather", "take", "scatter", "embedding_bag")
+_INDEXED = frozenset(
+    {"gather", "take", "take_along_dim", "embedding_bag"}
+    | {f"index{of}" for of in ("", "_add", "_copy", "_fill", "_put", "_reduce", "_select")}
+    | {f"scatter{of}" for of in ("", "_add", "_reduce")}
+)
 
 
 class Rows:
@@ -266,14 +270,14 @@ class Rows:
             return self._ignored(at, op.args[1], op.args[4])
         if short == "div" and op.tensors[-1] == name:
             return bool((x != 0).all())
-        if any(short.startswith(word) for word in _INDEXED) and not x.is_floating_point():
+        if short in _INDEXED and not x.is_floating_point():
             of = self._graph(at).values[op.tensors[0]].shape
             return x.dtype == torch.bool or (bool((x >= 0).all()) and bool((x < min(of, default=1)).all()))
         return not x.is_floating_point() or bool(x.isfinite().all())
 
 
 def _short(op: Op) -> str:
-    return op.target.split(".")[1]
+    return target_parts(op.target).name
 
 
 def _handed(program: Program) -> list[tuple[int, str, str]]:

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.machine.mesh import Shard
-from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.graph import Phase, target_parts
 from paraplan.ir.model.program import Program
+from paraplan.ir.model.tensor import FLOATS
 from paraplan.ir.plan import Plan
 from paraplan.rules.time_axis import ProgramMicro, graph_micro, program_micro
 from paraplan.runtime.padded import Rows
 
 MAX_TRIES = 400
 _COMPARISONS = tuple(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_NLL = frozenset(f"aten.nll_loss{of}" for of in ("", "_forward", "_nd", "2d", "2d_forward"))
 _MOVES = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar")
 
 
@@ -173,8 +175,8 @@ def _numbers(program: Program) -> list[float]:
     ]
     ops = [op for graph in graphs for op in graph.ops if op.phase is Phase.FORWARD]
     written = {x for op in ops for x in op.args[1:] if isinstance(x, (int, float)) and not isinstance(x, bool)}
-    compared = {op.args[-1] for op in ops if op.target.startswith("paraplan.ce_loss")}
-    compared |= {op.args[4] for op in ops if op.target.startswith("aten.nll_loss")}
+    compared = {op.args[-1] for op in ops if op.target == "paraplan.ce_loss"}
+    compared |= {op.args[4] for op in ops if target_parts(op.target).base in _NLL}
     compared |= {op.args[1] for op in ops if op.target in _COMPARISONS and op.args[1] in written}
     moved = {op.args[1] for op in ops if op.target in _MOVES and op.args[1] in written}
     around = [x + sign * by for x in sorted(compared) for by in sorted(moved) for sign in (-1, 1)]
@@ -186,4 +188,4 @@ def _fitting(program: Program, name: str, numbers: list[float]) -> list[float]:
     dtype = program.batch[name].spec.dtype
     if dtype == "bool":
         return [0, 1]
-    return numbers if dtype.startswith(("float", "bfloat")) else [x for x in numbers if x == int(x)]
+    return numbers if dtype in FLOATS else [x for x in numbers if x == int(x)]

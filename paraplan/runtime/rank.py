@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step
 from paraplan.ir.machine.mesh import Layout, parse_layout
 from paraplan.ir.machine.rank_groups import Holding, holding_of, holdings

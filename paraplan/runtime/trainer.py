@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from paraplan.capture.python_state.reading import Reads
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.execution.entry import Entry
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import RankProgram, Step
 from paraplan.ir.machine.mesh import Layout
 from paraplan.ir.machine.rank_groups import holding_of, holdings

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paraplan.ir.execution.names import LOSS_SCALE, Name
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import LOSS_SCALE
 from paraplan.ir.execution.rank_program import Step
 from paraplan.ir.machine.mesh import Layout
 from paraplan.ir.machine.rank_groups import counted_here, holdings

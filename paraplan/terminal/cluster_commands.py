@@ -41,7 +41,7 @@ def list_devices(as_json: AsJson = False) -> None:
     """List the catalog's devices."""
     rows = _part("catalog_rows")()
     bytes_text, rate, flops = _part("show_bytes"), _part("show_rate"), _part("show_flops")
-    table = _table("device", ">memory", ">bandwidth", ">fp32", ">tf32", ">bf16", ">fp8", ">in node", ">between nodes")
+    table = _table("device", numbers=("memory", "bandwidth", "fp32", "tf32", "bf16", "fp8", "in node", "between nodes"))
     for row in rows:
         found = [
             flops(row.flops_per_s[dtype], dtype) if dtype in row.flops_per_s else "–"
@@ -113,13 +113,13 @@ def _show(console: Console, spec: Any) -> None:
     console.print(f"[bold]{escape(tables.title)}[/bold]")
     for heading, device, links in tables.groups:
         console.print(f"\n[bold]{escape(heading)}[/bold]")
-        console.print(_filled(_table("per device", ">value", "source"), device))
-        console.print(_filled(_table("link", ">per device", ">latency", "source"), links))
+        console.print(_filled(_table("per device", numbers=("value",), words=("source",)), device))
+        console.print(_filled(_table("link", numbers=("per device", "latency"), words=("source",)), links))
     if tables.network:
         console.print()
-        console.print(_filled(_table("link", ">per device", ">latency", "source"), tables.network))
+        console.print(_filled(_table("link", numbers=("per device", "latency"), words=("source",)), tables.network))
     console.print("\n[bold]Together[/bold]")
-    console.print(_filled(_table("", ">"), tables.total))
+    console.print(_filled(_table("", numbers=("",)), tables.total))
 
 
 def _filled(table: Table, rows: tuple[tuple[str, ...], ...]) -> Table:
@@ -128,9 +128,10 @@ def _filled(table: Table, rows: tuple[tuple[str, ...], ...]) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), show_header=any(c.strip(">") for c in columns))
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
+def _table(first: str, numbers: tuple[str, ...], words: tuple[str, ...] = ()) -> Table:
+    """Heads of a column of words, of those of numbers, which stand right, and of more words."""
+    shown = any((first, *numbers, *words))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), show_header=shown)
+    for title, right in ((first, False), *((each, True) for each in numbers), *((each, False) for each in words)):
+        table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=right)
     return table

@@ -39,7 +39,7 @@ def compare_table(found: Any) -> Group:
 
 def _cell(found: Any, row: Any) -> str:
     if row.answer is None:
-        return {"infeasible": "∅", "none found": "–"}.get(row.why.split(":")[0], "n/a")
+        return {"INFEASIBLE": "∅", "NONE_FOUND": "–"}.get(row.outcome.name, "n/a")
     over = ">" if row.answer.evaluation.peak_bytes > row.budget_bytes else ""
     bound = row.answer.bound_s
     proved = "" if bound is None else f" [{100 * (bound / found.step_s - 1):.1f}]"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table as RichTable
 
@@ -73,9 +73,8 @@ def _section(console: Console, title: str) -> None:
 def _shown(told: Table) -> RichTable:
     table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for head in told.heads:
-        number = head.startswith("#")
-        text = escape(head.lstrip("#"))
-        table.add_column(text, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        justify: JustifyMethod = "right" if head.is_number else "left"
+        table.add_column(escape(head.title), justify=justify, no_wrap=head.is_number, overflow="fold")
     for number, row in enumerate(told.rows):
         style = "bold" if number in told.sums else "dim" if number in told.fine else None
         table.add_row(*map(escape, row), style=style)

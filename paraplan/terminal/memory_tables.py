@@ -6,19 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
 from paraplan.report.memory_report import MemoryTold, PartRow, TensorRow
-from paraplan.report.units import show_bytes, show_ranks, show_seconds, show_share
+from paraplan.report.units import columns, show_bytes, show_ranks, show_seconds, show_share
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH, _CODE = 12, 60
 
 
 def show_memory(console: Console, title: str, told: Sequence[MemoryTold]) -> None:
-    """Every rank class."""
+    """Every rank class.
+
+    Args:
+        console: shown on.
+        title: above.
+        told: a rank class each.
+    """
     console.print(f"[bold]{escape(title)}[/bold]")
     for each in told:
         _class(console, each, len(told) > 1)
@@ -67,9 +73,9 @@ def _curve(console: Console, told: MemoryTold) -> None:
 def _parts(parts: Sequence[PartRow], total: str) -> Table:
     whole = sum(row.nbytes for row in parts)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for head in ("what", "of", ">tensors", ">bytes", ">exactly", ">share"):
-        number = head.startswith(">")
-        table.add_column(head.lstrip(">"), justify="right" if number else "left", no_wrap=number or head == "what")
+    for head in columns("what", "of", "tensors", "bytes", "exactly", "share", numbers=4):
+        justify: JustifyMethod = "right" if head.is_number else "left"
+        table.add_column(head.title, justify=justify, no_wrap=head.is_number or head.title == "what")
     for row in parts:
         table.add_row(
             row.what,

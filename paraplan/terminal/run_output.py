@@ -23,9 +23,13 @@ from paraplan.report.units import show_bytes, show_seconds
 from paraplan.terminal.output import out, print_json
 
 
-def spawn(path: Path, plan: Plan, args: Sequence[str], result_env: str) -> dict[str, Any]:
+def spawn(plan: Plan, args: Sequence[str], result_env: str) -> dict[str, Any]:
     """Start the same command on as many local processes as the plan has devices.
 
+    Args:
+        plan: of the run.
+        args: of the command.
+        result_env: the variable by which the first rank is told where its result goes.
     Returns:
         The first rank's result.
     Raises:
@@ -42,6 +46,11 @@ def spawn(path: Path, plan: Plan, args: Sequence[str], result_env: str) -> dict[
 def run_rank(path: Path, options: RunOptions, as_json: bool, result_env: str) -> None:
     """Train as one rank of a job; the first one tells the steps and the result.
 
+    Args:
+        path: of the plan file.
+        options: of the run.
+        as_json: whether the result is printed as JSON.
+        result_env: as of `spawn`.
     Raises:
         CheckError: `--check` found a difference, and no other process waits for the result.
     """

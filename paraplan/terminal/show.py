@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from paraplan.report.explain import Explanation, Fact, facts, stages_in_short, title, verdict
 from paraplan.report.layouts import KindRow, merged_rows
-from paraplan.report.units import show_bytes, show_seconds, show_share
+from paraplan.report.units import Column, columns, show_bytes, show_seconds, show_share
 
 
 def show_plan(console: Console, plan: Any) -> None:
@@ -36,7 +36,13 @@ def show_plan(console: Console, plan: Any) -> None:
 
 
 def show_summary(console: Console, plan: Any, saved: Path | None) -> None:
-    """The few lines a command that made a plan ends with."""
+    """The few lines a command that made a plan ends with.
+
+    Args:
+        console: shown on.
+        plan: a public `Plan`.
+        saved: where it was written; None where it was not.
+    """
     data = plan.data
     console.print(f"[bold]{escape(title(data))}[/bold]")
     said = dict(facts(data))
@@ -51,10 +57,17 @@ def show_summary(console: Console, plan: Any, saved: Path | None) -> None:
 
 
 def show_simulation(console: Console, plan: Any, simulation: Any, trace: Path | None) -> None:
-    """A price."""
+    """A price.
+
+    Args:
+        console: shown on.
+        plan: a public `Plan`.
+        simulation: of it.
+        trace: where its timeline was written; None where it was not.
+    """
     console.print(f"[bold]{escape(plan.data.model.display)} on {escape(plan.data.cluster.name)}[/bold]")
     console.print(_facts(verdict(plan.data, simulation)))
-    table = _table("stream", ">busy", ">of the step")
+    table = _table(columns("stream", "busy", "of the step", numbers=2))
     for stream, seconds in {"compute": simulation.compute_s, **simulation.comm_s, **simulation.copy_s}.items():
         table.add_row(stream, show_seconds(seconds), show_share(seconds, simulation.step_s))
     console.print(table)
@@ -80,14 +93,14 @@ def _facts(facts: Iterable[Fact]) -> Table:
     return table
 
 
-def _table(*heads: str) -> Table:
-    """Heads beginning with > are number columns."""
+def _table(heads: Sequence[Column]) -> Table:
+    """A table of these columns; numbers stand right."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(
-            head.lstrip(">"),
-            justify="right" if head.startswith(">") else "left",
-            no_wrap=head.startswith(">") or head == "parameter",
+            head.title,
+            justify="right" if head.is_number else "left",
+            no_wrap=head.is_number or head.title == "parameter",
             overflow="fold",
         )
     return table
@@ -95,7 +108,7 @@ def _table(*heads: str) -> Table:
 
 def _kind(row: KindRow) -> Table:
     times = f"{row.instances} x " if row.instances > 1 else ""
-    table = _table("parameter", "shape", "layout", "stored/grad/state", ">per rank")
+    table = _table(columns("parameter", "shape", "layout", "stored/grad/state", "per rank", numbers=1))
     table.title, table.title_justify, table.title_style = f"{times}{row.label}", "left", "bold cyan"
     for param in row.params:
         shape = " x ".join(map(str, param.shape))
@@ -112,7 +125,7 @@ def _kind(row: KindRow) -> Table:
 
 
 def _kinds_in_words(rows: Iterable[KindRow]) -> Table:
-    table = _table(">", "layers", "layouts")
+    table = _table((*columns("", numbers=1), *columns("layers", "layouts")))
     for row in rows:
         words: dict[str, list[str]] = {}
         for param in row.params:
@@ -129,14 +142,14 @@ def _short(name: str) -> str:
 
 def _times(told: Explanation) -> Table:
     whole = sum(row.seconds for row in told.times)
-    table = _table("work", ">kernels", ">time", ">share")
+    table = _table(columns("work", "kernels", "time", "share", numbers=3))
     for row in told.times:
         table.add_row(row.name, str(row.count), show_seconds(row.seconds), show_share(row.seconds, whole))
     return table
 
 
 def _collectives(told: Explanation) -> Table:
-    table = _table("collective", "over", "for", ">count", ">bytes put in", ">time")
+    table = _table(columns("collective", "over", "for", "count", "bytes put in", "time", numbers=3))
     for row in told.collectives:
         table.add_row(
             row.name, row.axis, row.purpose, str(row.count), show_bytes(row.nbytes), show_seconds(row.seconds)
@@ -146,7 +159,7 @@ def _collectives(told: Explanation) -> Table:
 
 def _memory(told: Explanation) -> Table:
     whole = told.memory.peak_bytes
-    table = _table("what", ">bytes", ">share")
+    table = _table(columns("what", "bytes", "share", numbers=2))
     for row in told.memory.by_role():
         table.add_row(row.what, show_bytes(row.nbytes), show_share(row.nbytes, whole))
     table.add_row("[bold]peak[/bold]", f"[bold]{show_bytes(whole)}[/bold]", "")

@@ -12,7 +12,7 @@ from benchmarks.gpu.__main__ import cases, misses, told
 from benchmarks.gpu.place import Place
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing import targets
 
 HERE = Place("cpu", True)
 QUICK = (
@@ -33,7 +33,7 @@ def test_a_part_runs_and_finds_nothing(name: str) -> None:
 
 
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = instructions.resolve, []
+    right, calls = targets.resolve, []
 
     def resolve(target: str, kernel: str = "") -> Any:
         call = right(target, kernel)
@@ -42,7 +42,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(target)
         return lambda *args: call(*args) * (1.001 if args[0].dtype == torch.float32 else 1.0)
 
-    monkeypatch.setattr(instructions, "resolve", resolve)
+    monkeypatch.setattr(targets, "resolve", resolve)
     monkeypatch.setattr(parity, "resolve", resolve)
     row = parity.kernels(HERE, "gpt2", "fp32")
     assert calls and any("paraplan.linear " in failure for failure in row["failures"])

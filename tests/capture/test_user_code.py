@@ -19,7 +19,8 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.kernels import reference_kernels
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paraplan.cost_models.costs import Costs
 from paraplan.ir.execution.entry import Entry
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import (
     Block,
     BlockRole,

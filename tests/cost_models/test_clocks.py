@@ -11,7 +11,8 @@ from paraplan.cost_models.machine.catalog import catalog_device, parse_cluster
 from paraplan.ir.errors import ClusterError
 from paraplan.ir.machine.device import check_device
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
 
 H200, CAPPED, A100 = (catalog_device(kind) for kind in ("H200", "H100-HBM2e-96", "A100-80"))

@@ -15,7 +15,8 @@ from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.model.program import BatchInput, Program, Segment, SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan, Stage
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan, Stage
 
 from .rank_programs import block, call, issue, op, own, program, view, wait
 

@@ -10,7 +10,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.cost_models.simulator.rank_trace import Simulation
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import Block, OuterValue, RankProgram, Step
 from paraplan.ir.plan import Plan
 from paraplan.ir.struct import to_json

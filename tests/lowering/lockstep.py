@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.offsets import offset_value
 from paraplan.ir.execution.rank_program import Block, InstrKind, Step, StepKind
 from paraplan.ir.machine.mesh import Layout, Partial, Replicate, Shard, parse_layout

@@ -16,7 +16,8 @@ from paraplan.capture.reference import run_step
 from paraplan.cost_models.predict import plan_costs
 from paraplan.ir.execution.memory_actions import Act, Actions, format_actions, free, parse_actions
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from paraplan.capture import run_program
-from paraplan.ir.execution.names import LOSS, Name, Role
+from paraplan.ir.execution.name import Name, Role
+from paraplan.ir.execution.names import LOSS
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.graph import refs
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

@@ -20,7 +20,8 @@ from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.memory_actions import Act, Actions, format_actions, free, parse_actions, run
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.struct import from_json, to_json
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import verify_plan

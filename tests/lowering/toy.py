@@ -9,7 +9,7 @@ from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.model.program import BatchInput, LossTerm, ParamSpec, Program, Segment, SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.planner.assemble import Decisions, Job, assemble
 
 

@@ -21,7 +21,8 @@ from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.machine.reserves import Reserve
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.planner import fits as room_module
 from paraplan.planner import search as search_module

@@ -17,7 +17,8 @@ from paraplan.ir.errors import CostModelError, InfeasibleError, InvalidPlanError
 from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
 from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints

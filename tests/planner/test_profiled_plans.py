@@ -19,7 +19,8 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.profile import VIEW, CollectiveTime, Measured, OpTime, Profile, shape_key
 from paraplan.ir.struct import from_json, to_json
 from paraplan.jobs.measuring.local_ops import LocalOp, block_ops, families, meshes, moves

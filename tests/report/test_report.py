@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import paraplan as pp
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.machine.mesh import make_mesh, parse_layout
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.report.html import html_page
 from paraplan.report.layouts import generic_name, layout_words, param_words
 from paraplan.report.svg import merge_spans

@@ -16,7 +16,8 @@ from paraplan.cost_models.simulator.timeline import Span
 from paraplan.ir.execution import streams
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.device import Link
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.profile import Profile
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job

@@ -10,8 +10,8 @@ from paraplan.ir.machine.mesh import R, local_shape
 from paraplan.ir.model.graph import Graph, Op
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.blocks.forward import extend
 from paraplan.rules.strategies import AxisChoice, Strategy, op_strategies
+from paraplan.rules.time_axis import extend
 from tests.lowering.lockstep import (
     assert_close,
     everywhere,

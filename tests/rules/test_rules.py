@@ -15,9 +15,9 @@ import torch
 
 from paraplan.ir.machine import reshard
 from paraplan.ir.machine.mesh import P, Partial, padded_dims
-from paraplan.lowering.blocks.forward import extend
 from paraplan.rules import known_targets
 from paraplan.rules.strategies import Strategy, axis_choices, dims_of, op_strategies, strategy_named
+from paraplan.rules.time_axis import extend
 from tests.rules.examples import Example, whole_first
 
 from .cases import Case, all_cases

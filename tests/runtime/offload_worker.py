@@ -15,7 +15,7 @@ from paraplan.api import Plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.lowering.blocks.remat import recomputable
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.runtime.in_process import InProcessTrainer

@@ -18,7 +18,8 @@ from paraplan.ir.execution.schedule import spread
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.seeds import segment_seed
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.check import max_error
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

@@ -14,7 +14,8 @@ from paraplan.codegen import build_modules
 from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import (
     Block,
     BlockRole,

@@ -18,7 +18,8 @@ from paraplan.ir.errors import ConstraintError, PlanMismatchError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower, lower_evaluation
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan

@@ -15,7 +15,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, CostModelError, InvalidPlanError
 from paraplan.ir.execution import names
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Stage

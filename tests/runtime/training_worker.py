@@ -15,7 +15,8 @@ from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.ir.execution.names import LOSS_SCALE
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.jobs.checking.check import max_error
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

@@ -16,10 +16,11 @@ from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.cost_models.simulator.peak_attribution import peak_of
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution import names
-from paraplan.ir.execution.names import Name, Role, Transit
+from paraplan.ir.execution.name import Name, Role, Transit
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering.blocks.remat import boundary_values, recomputable
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

@@ -22,13 +22,14 @@ from paraplan.ir.errors import CodegenError, InvalidPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.op_rule import DISCOVERED, REGISTERED, UNKNOWN, OpRule
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.struct import from_json, to_json
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan
 from paraplan.rules.registered_rules import forget
-from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing import targets
 from paraplan.runtime.in_process import InProcessTrainer
 from paraplan.terminal.show import show_plan
 from tests.numerics import relative_error
@@ -230,6 +231,6 @@ def test_a_plan_with_a_wrong_rule_is_refused() -> None:
 
 def test_an_op_that_is_not_registered_is_named() -> None:
     with pytest.raises(CodegenError, match=r"nowhere.op.default.*import the module"):
-        instructions.resolve("nowhere.op.default")
-    assert instructions.resolve(f"{SPACE}.mix.default") is torch.ops.paraplan_custom_test.mix.default
-    assert not instructions.is_factory(f"{SPACE}.mix.default")
+        targets.resolve("nowhere.op.default")
+    assert targets.resolve(f"{SPACE}.mix.default") is torch.ops.paraplan_custom_test.mix.default
+    assert not targets.is_factory(f"{SPACE}.mix.default")

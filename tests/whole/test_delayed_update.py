@@ -20,7 +20,7 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, PlanMismatchError, RuntimeFailure
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower

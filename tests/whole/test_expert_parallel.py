@@ -29,7 +29,8 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.rank_program import Instr, InstrKind, RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.files import write_plan
 from paraplan.kernels.route_kernels import route_plan
 from paraplan.lowering.verification.verify_plan import verify_plan

@@ -14,7 +14,7 @@ from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
 from paraplan.codegen import build_modules
 from paraplan.cost_models.simulator.live_bytes import entries
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import trained_params

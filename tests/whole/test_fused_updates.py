@@ -20,7 +20,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.model.fused_updates import is_fusible
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.captures import compiled

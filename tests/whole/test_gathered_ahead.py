@@ -22,7 +22,8 @@ from paraplan.ir.execution.rank_program import InstrKind, RankProgram, StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import R, parse_layout
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

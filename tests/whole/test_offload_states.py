@@ -18,11 +18,12 @@ from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.cost_models.simulator.peak_attribution import BytesRole, peak_of
 from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
 from paraplan.ir.execution import names
-from paraplan.ir.execution.names import Role as OuterRole
+from paraplan.ir.execution.name import Role as OuterRole
 from paraplan.ir.execution.rank_program import InstrKind, StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.tier_placement import HERE, PLACEMENTS
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

@@ -17,7 +17,8 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.scan import SCAN
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.sampling import random_plan

@@ -25,7 +25,7 @@ from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.cost_models.simulator.peak_attribution import BytesRole, peak_of
 from paraplan.ir.errors import InfeasibleError, PlanMismatchError, RuntimeFailure
 from paraplan.ir.execution import names
-from paraplan.ir.execution.names import Role as OuterRole
+from paraplan.ir.execution.name import Role as OuterRole
 from paraplan.ir.execution.rank_program import InstrKind, RankProgram, StepKind
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower

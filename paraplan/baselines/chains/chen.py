@@ -99,7 +99,12 @@ def divide_conquer(problem: MemoryProblem, budget_bytes: int, limits: Limits) ->
 
 
 def halved(first: int, end: int, leaf: int) -> list[BlockRun]:
-    """The steps of blocks first … end − 1, whose first boundary is there."""
+    """The steps of blocks first … end − 1, whose first boundary is there.
+
+    Args:
+        first, end: blocks.
+        leaf: of how many the smallest parts are.
+    """
     if end - first <= leaf:
         return forwards(first, end) + [BlockRun(block, backward=True) for block in reversed(range(first, end))]
     middle = (first + end) // 2

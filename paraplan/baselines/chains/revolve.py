@@ -33,7 +33,12 @@ def best_split(length: int, slots: int) -> tuple[int, int]:
 
 
 def reversal(first: int, length: int, slots: int) -> list[BlockRun]:
-    """The steps that reverse blocks first … first + length − 1, whose first boundary is there."""
+    """The steps that reverse blocks first … first + length − 1, whose first boundary is there.
+
+    Args:
+        first, length: blocks.
+        slots: for boundaries.
+    """
     if length == 1:
         return [BlockRun(first), BlockRun(first, backward=True)]
     _, split = best_split(length, slots)

@@ -83,7 +83,12 @@ class Table:
             choice[begin:][better] = start
 
     def steps(self, first: int, last: int, room: int) -> list[BlockRun]:
-        """The steps of an entry of the table that is finite."""
+        """The steps of an entry of the table that is finite.
+
+        Args:
+            first, last: blocks.
+            room: slots of memory.
+        """
         start = int(self.choice[first, last, room])
         if start == SAVE:
             inner = room - self.slots(self.costs.saved_bytes[first])
@@ -96,6 +101,11 @@ class Table:
 def plan_chain(chain: Chain, budget_bytes: int, limits: Limits, strategy: str) -> MemoryAnswer:
     """The best persistent schedule of a chain.
 
+    Args:
+        chain: of blocks.
+        budget_bytes: that may be held.
+        limits: of time, and slots of the budget.
+        strategy: its name, for messages.
     Raises:
         SolverLimitError: the recurrence has none within the budget.
     """

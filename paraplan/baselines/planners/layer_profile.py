@@ -107,7 +107,15 @@ class LayerProfile:
     def stage_bytes(
         self, bound: tuple[int, int], in_flight: int, preset: str = "none", zero: int = 0, dp: int = 1
     ) -> int:
-        """What a stage of some layers holds when it is fullest."""
+        """What a stage of some layers holds when it is fullest.
+
+        Args:
+            bound: its layers, [first, stop).
+            in_flight: microbatches that it holds at once.
+            preset: of recomputation.
+            zero: ZeRO's stage.
+            dp: data-parallel ranks.
+        """
         layers = slice(*bound)
         held = sum(self.remade_bytes[preset][layers]) * in_flight + self.workspace_bytes
         if preset != "none":  # one layer's activations are whole while it is made again
@@ -283,11 +291,21 @@ class Links:
         self.cluster = cluster
 
     def all_reduce_s(self, nbytes: float, dp: int, tp: int = 1) -> float:
-        """A sum over the data-parallel ranks of one position of (dp, tp) devices, in a ring."""
+        """A sum over the data-parallel ranks of one position of (dp, tp) devices, in a ring.
+
+        Args:
+            nbytes: of every rank.
+            dp, tp: devices of the position.
+        """
         return ring_all_reduce_s(round(nbytes), self._axis(dp, tp)) if dp > 1 else 0.0
 
     def reduce_scatter_s(self, nbytes: float, dp: int, tp: int = 1) -> float:
-        """Likewise, of which every rank has its share; a gather of as many bytes in all takes as long."""
+        """Likewise, of which every rank has its share; a gather of as many bytes in all takes as long.
+
+        Args:
+            nbytes: of every rank, before.
+            dp, tp: devices of the position.
+        """
         return reduce_scatter_s(round(nbytes), self._axis(dp, tp)) if dp > 1 else 0.0
 
     def bytes_per_s(self, dp: int, tp: int = 1) -> float:

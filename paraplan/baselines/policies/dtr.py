@@ -87,6 +87,9 @@ class _Dtr(Online):
 def dtr(problem: MemoryProblem, budget_bytes: int, limits: Limits, heuristic: str = "h_dtr") -> MemoryAnswer:
     """The executions of the online policy with one of `HEURISTICS`.
 
+    Args:
+        problem, budget_bytes, limits: as of `common.MemoryStrategy`.
+        heuristic: of `HEURISTICS`.
     Raises:
         SolverLimitError: the policy came to a point where nothing could be evicted, thrashed, or time passed.
     """

@@ -80,7 +80,13 @@ class Spans:
 
 
 def within_capacity(problem: MemoryProblem, gaps: list[Gap], tier: Tier) -> list[Gap]:
-    """The gaps whose tensors the tier can hold, first come first served (it keeps copies until the step ends)."""
+    """The gaps whose tensors the tier can hold, first come first served (it keeps copies until the step ends).
+
+    Args:
+        problem: ops and tensors.
+        gaps: between accesses, in order.
+        tier: that copies go to.
+    """
     held: set[int] = set()
     room, found = tier.capacity_bytes, []
     for gap in gaps:
@@ -94,7 +100,14 @@ def within_capacity(problem: MemoryProblem, gaps: list[Gap], tier: Tier) -> list
 
 
 def timed(spans: Spans, gaps: list[Gap], budget_bytes: int, tier: Tier) -> list[Swap]:
-    """The gaps as swaps; one whose copy would not have ended before the tensor is read again is left out."""
+    """The gaps as swaps; one whose copy would not have ended before the tensor is read again is left out.
+
+    Args:
+        spans: accesses of the sequence.
+        gaps: to be swapped.
+        budget_bytes: that may be held.
+        tier: that copies go to.
+    """
     problem, clock, profile = spans.problem, spans.clock_s(), spans.profile(gaps)
     freed: dict[Gap, int] = {}
     stream_s = 0.0
@@ -122,7 +135,14 @@ def timed(spans: Spans, gaps: list[Gap], budget_bytes: int, tier: Tier) -> list[
 
 
 def written(problem: MemoryProblem, ops: tuple[int, ...], swaps: list[Swap], tier: Tier) -> Actions:
-    """The schedule: ops in order, swaps where they say, every version freed after its last access."""
+    """The schedule: ops in order, swaps where they say, every version freed after its last access.
+
+    Args:
+        problem: ops and tensors.
+        ops: the sequence.
+        swaps: with their times.
+        tier: that copies go to.
+    """
     spans = Spans(problem, ops)
     ends: list[list[int]] = [[] for _ in range(len(ops) + 1)]
     for tensor, versions in enumerate(spans.accesses):

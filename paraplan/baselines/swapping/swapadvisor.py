@@ -121,7 +121,13 @@ def listed(problem: MemoryProblem, priority: tuple[float, ...]) -> tuple[int, ..
 
 
 def farthest(spans: Spans, movable: tuple[bool, ...], budget_bytes: int) -> list[Gap]:
-    """Gaps taken where memory is short, in order: movable tensors first, the latest next access first."""
+    """Gaps taken where memory is short, in order: movable tensors first, the latest next access first.
+
+    Args:
+        spans: accesses of the sequence.
+        movable: [tensor] whether it is taken before the others.
+        budget_bytes: that may be held.
+    """
     problem = spans.problem
     gaps = [gap for tensor in range(len(problem.tensors)) for gap in spans.gaps(tensor)]
     left = sorted((g for g in gaps if problem.tensors[g.tensor].nbytes), key=lambda g: (-movable[g.tensor], -g.before))

@@ -40,7 +40,7 @@ def end_in(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
     remove_dead(graph)
 
 
-def join_ties(graph: fx.Graph, names: dict[fx.Node, str], first_names: dict[str, str]) -> None:
+def join_ties(names: dict[fx.Node, str], first_names: dict[str, str]) -> None:
     """All uses of a tied parameter go through its first name."""
     owners: dict[str, fx.Node] = {}
     for node, name in list(names.items()):

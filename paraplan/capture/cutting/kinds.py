@@ -80,19 +80,34 @@ def make_kind(
 
 
 def make_denominator(forward: ForwardGraph, piece: Piece, mode: FakeTensorMode) -> Denominator:
-    """A count of the batch as a graph of its own."""
+    """A count of the batch as a graph of its own.
+
+    Args:
+        forward: the whole forward.
+        piece: of it.
+        mode: under which tensors have no data.
+    """
     names = tuple(forward.names[node] for node in piece.inputs)
     return Denominator(graph=_forward_graph(forward, piece, mode), inputs=names)
 
 
 def make_whole(forward: ForwardGraph, piece: Piece, mode: FakeTensorMode) -> Denominator:
-    """The forward alone of a piece, each op under the name of the node it comes from; parameters, then inputs."""
+    """The forward alone of a piece, each op under the name of the node it comes from; parameters, then inputs.
+
+    Args:
+        forward, piece, mode: as of `make_denominator`.
+    """
     graph = _forward_graph(forward, piece, mode, str)
     return Denominator(graph=graph, inputs=tuple(map(str, (*piece.params, *piece.inputs))))
 
 
 def make_output(forward: ForwardGraph, piece: Piece, names: Sequence[str], mode: FakeTensorMode) -> Output:
-    """An auxiliary output as a graph of its own; `names` are the program's names of its parameters, then inputs."""
+    """An auxiliary output as a graph of its own.
+
+    Args:
+        forward, piece, mode: as of `make_denominator`.
+        names: the program's, of the piece's parameters, then inputs.
+    """
     return Output(graph=_forward_graph(forward, piece, mode), inputs=tuple(names))
 
 

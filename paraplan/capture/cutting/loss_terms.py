@@ -136,7 +136,13 @@ def _cast(node: fx.Node, dtype: torch.dtype, flows: dict[fx.Node, Flow], rewrite
 
 
 def alike(terms: Sequence[LossFraction], flows: dict[fx.Node, Flow], rewriter: Rewriter) -> list[LossFraction]:
-    """The terms in the widest dtype of any, for all are added up."""
+    """The terms in the widest dtype of any, for all are added up.
+
+    Args:
+        terms: of the loss.
+        flows: of nodes; those of casts are added.
+        rewriter: of the graph.
+    """
     dtype = reduce(torch.promote_types, (value_of(term.numerator).dtype for term in terms))
     found = []
     for term in terms:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paraplan.ir.errors import CaptureError
+from paraplan.kernels.dtypes import dtype_name
 
 LossChoice = str | Sequence[str] | Mapping[str, float] | None
 """None: the tensor returned, the entry "loss", or the only scalar. A name, names, or weights by name: their weighted
@@ -112,7 +113,7 @@ def _scalar(found: object, whose: str) -> Tensor:
     assert isinstance(found, Tensor)
     if found.numel() != 1 or not found.is_floating_point():
         raise CaptureError(
-            f"no loss: {whose} returned a {str(found.dtype).removeprefix('torch.')} tensor of shape "
+            f"no loss: {whose} returned a {dtype_name(found.dtype)} tensor of shape "
             f"{tuple(found.shape)}, not a scalar float; reduce it, or pass loss_fn=lambda outputs, batch: ..."
         )
     return found.reshape(())

@@ -113,7 +113,13 @@ def _with_rule(op: Op, graph: Graph, found: dict[str, OpRule], unread: frozenset
 
 def rule_key(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> str:
     """A stable text of all that a rule depends on: target, arguments with values numbered, shapes and dtypes, and which
-    results nobody reads."""
+    results nobody reads.
+
+    Args:
+        op: of a graph.
+        values: specs of the graph's values.
+        unread: results that nobody reads, by number.
+    """
     probe = probe_of(op, values)
     outs = [None if spec is None else str(spec) for spec in probe.outs]
     specs = [str(spec) for spec in probe.specs]
@@ -122,7 +128,11 @@ def rule_key(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> st
 
 
 def discover(op: Op, values: Values, unread: frozenset[int] = frozenset()) -> OpRule:
-    """The rule of an op as running it shows; one that only replicates, with the reason, where that shows nothing."""
+    """The rule of an op as running it shows; one that only replicates, with the reason, where that shows nothing.
+
+    Args:
+        op, values, unread: as of `rule_key`.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         return _discover(probe_of(op, values, unread))
 

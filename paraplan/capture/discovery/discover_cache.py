@@ -58,7 +58,13 @@ class RuleCache:
         return cls(path, _read(path))
 
     def get(self, key: str, op: Op, values: dict[str, TensorSpec]) -> OpRule | None:
-        """The rule kept under a key, if there is one and it fits the op."""
+        """The rule kept under a key, if there is one and it fits the op.
+
+        Args:
+            key: of `discover.rule_key`.
+            op: of a graph.
+            values: specs of the graph's values.
+        """
         kept = self.known.get(key)
         if kept is None:
             return None

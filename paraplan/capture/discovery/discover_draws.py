@@ -33,7 +33,15 @@ class Draw:
 
 
 def draw(spec: TensorSpec, shape: tuple[int, ...], style: str, high: int, generator: torch.Generator) -> Tensor:
-    """A random tensor: floats by style, integers below `high`."""
+    """A random tensor: floats by style, integers below a bound.
+
+    Args:
+        spec: whose dtype it has.
+        shape: of it.
+        style: of floats, such as "positive" or "sparse".
+        high: integers are below it.
+        generator: draws.
+    """
     dtype = getattr(torch, spec.dtype)
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5

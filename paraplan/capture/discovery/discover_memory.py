@@ -20,17 +20,11 @@ from torch import Tensor
 from paraplan.capture.discovery.discover_dims import ShardableDim
 from paraplan.capture.discovery.discover_draws import Outputs, draw
 from paraplan.capture.discovery.discover_run import MAX_ELEMENTS, Bench
+from paraplan.capture.torch_private import storage_key
 from paraplan.ir.model.graph import Arg
 from paraplan.ir.model.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, Amount, WorkTerm, fit_amount
 from paraplan.ir.model.strides import elementwise_strides
-from paraplan.kernels.torch_private import (
-    COMPILED,
-    TorchDispatchMode,
-    call_within,
-    fake_mode,
-    storage_key,
-    tree_leaves,
-)
+from paraplan.kernels.torch_private import COMPILED, TorchDispatchMode, call_within, fake_mode, tree_leaves
 from paraplan.rules.carried_rules import divide_args
 
 MAX_DIMS = 5

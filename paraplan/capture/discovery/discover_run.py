@@ -49,14 +49,23 @@ class Probe:
     unread: frozenset[int] = frozenset()
 
     def run(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs:
-        """The op's results, zeros for those nobody reads, None for absent ones; what the op raises passes through."""
+        """The op's results, zeros for those nobody reads, None for absent ones; what the op raises passes through.
+
+        Args:
+            tensors: by number.
+            args, kwargs: of the op; "%0" is the first tensor.
+        """
         outs = self.call(tensors, args, kwargs)
         return tuple(
             torch.zeros_like(out) if out is not None and index in self.unread else out for index, out in enumerate(outs)
         )
 
     def call(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs:
-        """The op's results as they are."""
+        """The op's results as they are.
+
+        Args:
+            tensors, args, kwargs: as of `run`.
+        """
         env = {str(index): tensor for index, tensor in enumerate(tensors)}
         names = tuple(None if spec is None else f"o{index}" for index, spec in enumerate(self.outs))
         run_op(Op(target=self.op.target, args=args, kwargs=kwargs, outs=names), env)
@@ -64,7 +73,13 @@ class Probe:
 
 
 def probe_of(op: Op, values: dict[str, TensorSpec], unread: frozenset[int] = frozenset()) -> Probe:
-    """An op of a graph as a probe; `unread`: which of its results nobody reads."""
+    """An op of a graph as a probe.
+
+    Args:
+        op: of a graph.
+        values: specs of the graph's values.
+        unread: results that nobody reads, by number.
+    """
     numbers = {name: index for index, name in enumerate(dict.fromkeys(op.tensors))}
 
     def rename(name: str) -> str:
@@ -117,7 +132,12 @@ def _replaced(arg: Arg, path: ArgPath, value: int) -> Arg:
 
 
 def with_ints(args: tuple[Arg, ...], kwargs: dict[str, Arg], new: dict[ArgPath, int]) -> tuple[tuple[Arg, ...], dict]:
-    """Arguments with integers replaced."""
+    """Arguments with integers replaced.
+
+    Args:
+        args, kwargs: of an op.
+        new: integers by the path to their argument.
+    """
     for (first, *rest), value in new.items():
         if isinstance(first, int):
             args = (*args[:first], _replaced(args[first], tuple(rest), value), *args[first + 1 :])
@@ -205,7 +225,11 @@ class Bench:
         return self.spent[0] > BUDGET
 
     def run(self, tensors: Sequence[Tensor], args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Outputs | None:
-        """The op's results; None where it refuses."""
+        """The op's results; None where it refuses.
+
+        Args:
+            tensors, args, kwargs: as of `Probe.run`.
+        """
         self.spent[0] += 1 + sum(tensor.numel() for tensor in tensors) // 1000
         try:
             return self.probe.run(tensors, args, kwargs)

@@ -79,7 +79,13 @@ def _is_same_cast(node: fx.Node, name: str) -> bool:
 
 
 def drop_idle_detach(graph: fx.Graph, carries: set[fx.Node], kept: Collection[fx.Node] = ()) -> None:
-    """Drops detach where there is no gradient to stop, but those kept."""
+    """Drops detach where there is no gradient to stop, but those kept.
+
+    Args:
+        graph: changed in place.
+        carries: nodes that gradients flow to.
+        kept: nodes that stay.
+    """
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default and node.args[0] not in carries and node not in kept:
             node.replace_all_uses_with(node.args[0])

@@ -33,8 +33,9 @@ from paraplan.capture.repeating.repeated_calls import Repeated
 from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.rewriting.strided import write_by_index
 from paraplan.capture.source_lines import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
+from paraplan.capture.torch_private import composites_known, is_region, lazy_modules
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import FakeTensorMode, composites_known, is_fake, is_region, lazy_modules
+from paraplan.kernels.torch_private import FakeTensorMode, is_fake
 
 LossFn = Callable[[object, dict[str, Tensor]], Tensor | dict[str, Tensor] | tuple[Tensor, ...]]
 _PREFIX = "model."

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.tensor import DTYPE_BYTES
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import FakeTensorMode, tree_leaves
 
 PRECISIONS = {
@@ -84,7 +85,7 @@ def refuse_kinds(what: str, tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         if said := not_dense(name, x):
             raise CaptureError(f"{what} {name!r} is {said}")
-        if str(x.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        if dtype_name(x.dtype) not in DTYPE_BYTES:
             wide = torch.float32 if x.is_floating_point() else torch.int64
             raise CaptureError(f"{what} {name!r} is {x.dtype}, which no plan has; give {name}.to({wide})")
 
@@ -137,7 +138,13 @@ def fake_copy(model: nn.Module, precision: str, mode: FakeTensorMode, memo: dict
 
 
 def fake_batch(batch: dict[str, Tensor], precision: str, mode: FakeTensorMode) -> dict[str, Tensor]:
-    """Distinct fake tensors of the batch's shapes; float inputs in float32 where fp64 lifts them later."""
+    """Distinct fake tensors of the batch's shapes; float inputs in float32 where fp64 lifts them later.
+
+    Args:
+        batch: by name.
+        precision: of the program.
+        mode: under which tensors have no data.
+    """
     lift = precision == "fp64"
     with mode:
         return {
@@ -213,6 +220,11 @@ def of_microbatch(
 ) -> tuple[int, dict[str, Tensor]]:
     """Rows and tensors of the first of so many microbatches.
 
+    Args:
+        tensors: the batch, by name.
+        rows: of the batch.
+        dims: per tensor, the one that samples lie along; None where none does.
+        count: microbatches.
     Raises:
         CaptureError: the batch does not divide.
     """

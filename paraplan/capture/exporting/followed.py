@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from paraplan.capture.torch_private import drop_refused, scripts_by_op, trace_as, traced_as
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import BatchNorm, drop_refused, scripts_by_op, trace_as, traced_as, tree_leaves
+from paraplan.kernels.torch_private import BatchNorm, tree_leaves
 
 _DATA = torch.Tensor.data
 _DROPOUTS = frozenset({F.dropout, torch.dropout, torch.dropout_})

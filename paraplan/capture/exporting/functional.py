@@ -16,7 +16,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from paraplan.capture.exporting.in_place import has_writes, make_functional, writes_of
-from paraplan.kernels.torch_private import OpOverload, is_composite, is_region
+from paraplan.capture.torch_private import is_region
+from paraplan.kernels.torch_private import OpOverload, is_composite
 
 aten = torch.ops.aten
 

@@ -27,7 +27,13 @@ _ACTIVATIONS = {
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of an experts module: hidden_states [tokens, hidden], the others [tokens, choices]."""
+    """The forward of an experts module.
+
+    Args:
+        self: the module.
+        hidden_states: [tokens, hidden].
+        top_k_index, top_k_weights: [tokens, choices].
+    """
     known = _known_activation(self)
     if known is None:
         return _dense(self, hidden_states, top_k_index, top_k_weights)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from paraplan.capture.python_state.aliases import names_of, registered
 from paraplan.capture.python_state.carried_attributes import tensors_in
 from paraplan.capture.python_state.reads import Read
+from paraplan.capture.torch_private import storage_key
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import storage_key
 
 
 def refuse_shared_memory(model: nn.Module, reads: Iterable[Read], written: Collection[str]) -> None:

@@ -35,14 +35,12 @@ from paraplan.capture.python_state.code import Reached
 from paraplan.capture.python_state.contents import content_digest
 from paraplan.capture.python_state.setting_paths import outside_value
 from paraplan.capture.python_state.values import is_plain
+from paraplan.capture.torch_private import functions_applied_by, global_hook, run_function
 from paraplan.ir.errors import CaptureError
 from paraplan.kernels.torch_private import (
     OpOverload,
     TorchDispatchMode,
-    functions_applied_by,
-    global_hook,
     is_fake,
-    run_function,
     tree_leaves,
     tree_map_only,
     tree_structure,

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.autograd import Function
 
+from paraplan.capture.python_state.setting_keys import SettingKey, SettingKind, setting_key
 from paraplan.ir.process.memo import SESSION
 
 _STARTED = time.time()
@@ -71,17 +72,13 @@ def module_name(namespace: Mapping[str, Any]) -> str:
 
 def from_key(key: str) -> Outside | None:
     """The global of a program's setting ("global train:CONFIG.tau") if its module is loaded; nothing is imported."""
-    module, _, name = key.removeprefix(GLOBAL).partition(":")
+    _, module, name = setting_key(key)
     main = sys.modules.get("__main__")
     found = main if main is not None and module_name(vars(main)) == module else sys.modules.get(module)
     if found is None:
         return None
     first, *path = name.split(".")
     return Outside(f"global {name!r} of {module}", key, vars(found), ((first,), *path))
-
-
-GLOBAL = "global "
-"""Begins a setting that is a global."""
 
 
 class Reached:
@@ -187,7 +184,7 @@ class Reached:
                 self._look(("variable", f"around {function.__qualname__}"), "", cells[name], "cell_contents", path)
             elif name in function.__globals__ and name != "__class__":
                 file = Path(function.__code__.co_filename).name
-                key = f"{GLOBAL}{module_name(function.__globals__)}:{name}"
+                key = str(SettingKey(SettingKind.GLOBAL, module_name(function.__globals__), name))
                 self._look(("global", f"of {file}"), key, function.__globals__, (name,), path)
         for name in _names(function.__code__):
             self._mention(name)

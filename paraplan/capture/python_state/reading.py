@@ -16,6 +16,7 @@ from paraplan.capture.python_state.code import PLAIN_DEFAULTS, Outside, Reached
 from paraplan.capture.python_state.contents import content_digest, hooks_text
 from paraplan.capture.python_state.dynamic import Attribute, attributes_set
 from paraplan.capture.python_state.reads import Read, Recorder, declared_of, settings_of
+from paraplan.capture.python_state.setting_keys import LOSS, LOSS_FN, SettingKey, SettingKind
 from paraplan.capture.python_state.setting_paths import outside_value, put_at, set_at, value_at
 from paraplan.capture.python_state.values import CONTAINERS, text_of
 from paraplan.ir.errors import CaptureError
@@ -36,10 +37,6 @@ class Reads(NamedTuple):
     live: tuple[tuple[Read, str], ...] = ()
     outside: tuple[tuple[Outside, str], ...] = ()
     links: tuple[tuple[Any, str], ...] = ()
-
-
-LOSS_FN, ARGUMENT, LOSS = "loss_fn", "argument ", "loss"
-"""Keys of settings beside attributes and globals: the loss function, arguments that are no tensors, the choice."""
 
 
 def code_of(model: nn.Module, loss_fn: object) -> dict[str, str]:
@@ -113,7 +110,7 @@ class Reading:
         names = names_of(model)
         found, outside = self.recorder.reads(names), self.recorder.outside()
         settings, unnamed = settings_of(model, found, outside)
-        settings |= {f"{ARGUMENT}{name}": text_of(value) for name, value in others.items()}
+        settings |= {str(SettingKey(SettingKind.ARGUMENT, name=name)): text_of(value) for name, value in others.items()}
         settings |= {LOSS: repr(choice)} if choice is not None else {}
         settings |= {LOSS_FN: loss_text(loss_fn)} if loss_fn is not None else {}
         live = tuple((each, text_of(each.value(names))) for each in unnamed)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from paraplan.capture.python_state.code import GLOBAL, Outside
+from paraplan.capture.python_state.code import Outside
+from paraplan.capture.python_state.setting_keys import SettingKind, setting_key
 from paraplan.capture.python_state.values import ABSENT
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.program import Program
@@ -59,8 +60,8 @@ def places(model: nn.Module, keys: Iterable[str]) -> Iterator[tuple[str, Place]]
         for key in dict.fromkeys((name, pattern_of(name))):
             modules.setdefault(key, []).append((name, module))
     for key in keys:
-        pattern, colon, path = key.partition(":")
-        if not colon or key.startswith(GLOBAL):
+        kind, pattern, path = setting_key(key)
+        if kind is not SettingKind.ATTRIBUTE or not path:
             continue
         steps = [_item(m[1]) if m[2] is None else m[2] for m in _STEP.finditer(path)]
         for name, module in modules.get(pattern, ()):

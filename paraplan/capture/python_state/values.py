@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.capture.python_state.code import code_text
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import is_fake
 
 
@@ -227,7 +228,7 @@ def _kind(value: object) -> str:
 
 
 def _tensor_text(value: Any) -> str:
-    dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+    dtype, shape = dtype_name(value.dtype), list(value.shape)
     if is_fake(value) or value.is_meta or value.layout is not torch.strided:
         return f"tensor {dtype}{shape} {UNKNOWN}"
     if value.numel() == 1:

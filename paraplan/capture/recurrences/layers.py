@@ -168,7 +168,11 @@ class RecurrentCalls:
         }
 
     def of(self, func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Callable[..., object] | None:
-        """What computes a call; None for other functions, and for packed sequences."""
+        """What computes a call; None for other functions, and for packed sequences.
+
+        Args:
+            func, args, kwargs: the call.
+        """
         place, layers = self._layers.get(func, (0, None))
         listed = place and not kwargs and len(args) > place and isinstance(args[place], (list, tuple))
         return layers if listed else None

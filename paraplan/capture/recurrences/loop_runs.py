@@ -136,7 +136,13 @@ class Loop:
         return tuple(next(marks) if isinstance(value, Tensor) else value for value in self.values)
 
     def leave(self, names: Mapping[str, object], carries: Sequence[str], after: Sequence[str]) -> None:
-        """The values after a step: of what is carried, and of what else is read after the loop."""
+        """The values after a step: of what is carried, and of what else is read after the loop.
+
+        Args:
+            names: variables of the function, with their values.
+            carries: those that the next step begins with.
+            after: those that are read after the loop.
+        """
         if not self.rolled:
             return
         if any(name not in names for name in (*carries, *after)):

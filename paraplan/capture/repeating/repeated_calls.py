@@ -33,7 +33,8 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.exporting.decided import is_noted
 from paraplan.capture.repeating.stand_ins import Maker, StandIns
-from paraplan.kernels.torch_private import FakeTensor, OpOverload, Recording, recording_state
+from paraplan.capture.torch_private import Recording, recording_state
+from paraplan.kernels.torch_private import FakeTensor, OpOverload
 
 _OPAQUE = (int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = frozenset(_OPAQUE)

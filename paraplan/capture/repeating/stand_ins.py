@@ -15,14 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paraplan.kernels.torch_private import (
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    TorchDispatchMode,
-    below_modes,
-    storage_key,
-)
+from paraplan.capture.torch_private import below_modes, storage_key
+from paraplan.kernels.torch_private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
 
 _DEVICE = torch.ops.prim.device.default
 Run = Callable[[], None]

@@ -21,6 +21,7 @@ from paraplan.capture.substituting.substitute_loss import LOSSES
 from paraplan.capture.substituting.substitute_random import RANDOM_RULES, check_probability, recognise_depth
 from paraplan.capture.substituting.substitute_tensor import TENSOR_RULES, join_selects
 from paraplan.ir.errors import CaptureError
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -81,7 +82,7 @@ def _reject_mixed(node: fx.Node, precision: str) -> None:
     """Products of different dtypes, which fake tensors take and kernels do not."""
     if node.op != "call_function" or aten_name(node.target) not in _PRODUCTS:
         return
-    dtypes = {str(value_of(x).dtype).removeprefix("torch.") for x in node.all_input_nodes}
+    dtypes = {dtype_name(value_of(x).dtype) for x in node.all_input_nodes}
     if len(dtypes) > 1:
         line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
         raise CaptureError(

@@ -28,7 +28,7 @@ from paraplan.cost_models.ops.tiles import filled
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.rank_program import SUM
 from paraplan.ir.machine.device import Device
-from paraplan.ir.model.graph import Arg
+from paraplan.ir.model.graph import Arg, target_parts
 from paraplan.ir.model.tensor import DTYPE_BYTES, FLOATS
 from paraplan.ir.profile import Spec
 from paraplan.ir.struct import Value
@@ -122,7 +122,7 @@ _TWICE_READ = {"paraplan.bn_whole": 1, "paraplan.bn_whole_grad": 3}  # so many f
 
 def op_name(target: str) -> str:
     """A target without its overload: "aten.mm.default" to "aten.mm"."""
-    return ".".join(target.split(".", 2)[:2])
+    return target_parts(target).base
 
 
 def is_free(target: str) -> bool:

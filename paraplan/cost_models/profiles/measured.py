@@ -26,7 +26,7 @@ from paraplan.ir.errors import CostModelError
 from paraplan.ir.machine.device import Device
 from paraplan.ir.machine.kernel_choice import has_choice
 from paraplan.ir.process.memo import SESSION, Lately, Same
-from paraplan.ir.profile import UPDATE, VIEW, CollectiveTime, OpTime, Profile
+from paraplan.ir.profile import VIEW, CollectiveTime, OpTime, Profile
 
 MEASURED, INTERPOLATED, MODELLED = "measured", "interpolated", "modelled"
 LEAST_POINTS = 3
@@ -132,8 +132,8 @@ class MeasuredTimes:
         """Per optimizer, seconds over the bytes of one parameter."""
         points: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for op in self.profile.ops:
-            if op.target.startswith(UPDATE) and op.inputs:
-                points[op.target.removeprefix(UPDATE)].append((sum(x.nbytes for x in op.inputs), op.seconds))
+            if op.updated_by and op.inputs:
+                points[op.updated_by].append((sum(x.nbytes for x in op.inputs), op.seconds))
         fitted = {name: fit_curve(found) for name, found in points.items()}
         return {name: curve for name, curve in fitted.items() if curve is not None and curve.sizes[-1] > 0}
 
@@ -190,7 +190,7 @@ def _fit(points: Iterable[tuple[str, str, str, float, float]]) -> dict[Family, C
 
 def _work(op: OpTime) -> OpWork | None:
     """What a measured op does; None for what the analytic model has no price of (views, updates)."""
-    if op.target == VIEW or op.target.startswith(UPDATE):
+    if op.target == VIEW or op.updated_by:
         return None
     try:
         work = work_of(op.target, op.flag, op.inputs, op.outputs)

@@ -20,7 +20,7 @@ from paraplan.cost_models.simulator.allocator import AllocatedBlock, CachingAllo
 from paraplan.cost_models.simulator.block_replay import ArgState, MemoryBlock
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.step_memory import StepMemory, Storage
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
 from paraplan.ir.process.memo import SESSION, Lately
 

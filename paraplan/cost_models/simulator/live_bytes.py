@@ -15,7 +15,7 @@ from paraplan.cost_models.simulator.block_replay import NO_EFFECT, ArgState, Mem
 from paraplan.cost_models.simulator.step_memory import Bytes, HeldTensor, StepMemory, Storage
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.execution.entry import Entry
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.process.memo import SESSION, Lately, Same
 

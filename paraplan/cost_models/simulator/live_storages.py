@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from paraplan.cost_models.simulator.block_replay import MemoryBlock
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.step_memory import HeldTensor, StepMemory, Storage
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import BACKWARDS, RankProgram, Step, StepKind
 from paraplan.ir.model.graph import refs
 

@@ -16,8 +16,7 @@ from enum import Enum
 from paraplan.cost_models.constants import CUDA_BLOCK_BYTES
 from paraplan.cost_models.simulator.live_storages import STATES, WORKSPACE, Alive, Place, alive_at
 from paraplan.cost_models.simulator.rank_trace import RankTrace
-from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name, Transit
+from paraplan.ir.execution.name import Name, Role, Transit
 from paraplan.ir.execution.rank_program import BACKWARDS, MESSAGES, BlockRole, Instr, InstrKind, RankProgram, Step
 from paraplan.ir.model.graph import Op, Phase, refs
 from paraplan.ir.model.program import Program
@@ -49,36 +48,35 @@ class BytesRole(Enum):
     OTHER = "other values"
 
 
-_Outer = outer_names.Role
 _BEFORE = {
-    _Outer.PARAMETER: BytesRole.PARAMETERS,
-    _Outer.STATE: BytesRole.MASTERS,
-    _Outer.SLOTS: BytesRole.STATES,
-    _Outer.LATE: BytesRole.GRADIENTS,
-    _Outer.WAITING: BytesRole.GRADIENTS,
-    _Outer.BATCH: BytesRole.BATCH,
-    _Outer.BUFFER: BytesRole.BUFFERS,
-    _Outer.SEED: BytesRole.BUFFERS,
-    _Outer.LOSS_SCALE: BytesRole.BUFFERS,
+    Role.PARAMETER: BytesRole.PARAMETERS,
+    Role.STATE: BytesRole.MASTERS,
+    Role.SLOTS: BytesRole.STATES,
+    Role.LATE: BytesRole.GRADIENTS,
+    Role.WAITING: BytesRole.GRADIENTS,
+    Role.BATCH: BytesRole.BATCH,
+    Role.BUFFER: BytesRole.BUFFERS,
+    Role.SEED: BytesRole.BUFFERS,
+    Role.LOSS_SCALE: BytesRole.BUFFERS,
 }
 """Of what is there before the step."""
 _MADE = {
-    _Outer.ACCUMULATOR: BytesRole.GRADIENTS,
-    _Outer.GRADIENT: BytesRole.GRADIENTS,
-    _Outer.TIED: BytesRole.GRADIENTS,
-    _Outer.GATHERED: BytesRole.GATHERED,
-    _Outer.FETCHED: BytesRole.GATHERED,
-    _Outer.HELD: BytesRole.GATHERED,
-    _Outer.UNDER_WAY: BytesRole.COMMUNICATION,
-    _Outer.VALUE_GRADIENT: BytesRole.BOUNDARY_GRADIENTS,
-    _Outer.PARAMETER: BytesRole.PARAMETERS,
-    _Outer.STATE: BytesRole.MASTERS,
-    _Outer.BUFFER: BytesRole.BUFFERS,
-    _Outer.SLOTS: BytesRole.STATES,
-    _Outer.LATE: BytesRole.GRADIENTS,
-    _Outer.WAITING: BytesRole.GRADIENTS,
-    _Outer.MAGNITUDE: BytesRole.GRADIENTS,
-    _Outer.HALF: BytesRole.HALVES,
+    Role.ACCUMULATOR: BytesRole.GRADIENTS,
+    Role.GRADIENT: BytesRole.GRADIENTS,
+    Role.TIED: BytesRole.GRADIENTS,
+    Role.GATHERED: BytesRole.GATHERED,
+    Role.FETCHED: BytesRole.GATHERED,
+    Role.HELD: BytesRole.GATHERED,
+    Role.UNDER_WAY: BytesRole.COMMUNICATION,
+    Role.VALUE_GRADIENT: BytesRole.BOUNDARY_GRADIENTS,
+    Role.PARAMETER: BytesRole.PARAMETERS,
+    Role.STATE: BytesRole.MASTERS,
+    Role.BUFFER: BytesRole.BUFFERS,
+    Role.SLOTS: BytesRole.STATES,
+    Role.LATE: BytesRole.GRADIENTS,
+    Role.WAITING: BytesRole.GRADIENTS,
+    Role.MAGNITUDE: BytesRole.GRADIENTS,
+    Role.HALF: BytesRole.HALVES,
 }
 """Of what the step makes."""
 _HELD = frozenset(
@@ -250,7 +248,7 @@ class _Roles:
         for name in each.names:
             if name.role in _MADE:
                 return _MADE[name.role]
-            if name.role is _Outer.VALUE and name.transit is Transit.NONE:
+            if name.role is Role.VALUE and name.transit is Transit.NONE:
                 return BytesRole.BOUNDARY
         return None
 
@@ -287,4 +285,4 @@ class _Roles:
         inputs = self.program.blocks[step.block].inputs
         given = dict(zip(inputs, step.args, strict=True))
         names = [given[name] for name in refs(instr.args) if name in given]
-        return any(name in self.program.outer and name.role is _Outer.PARAMETER for name in names)
+        return any(name in self.program.outer and name.role is Role.PARAMETER for name in names)

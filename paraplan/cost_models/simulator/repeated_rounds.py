@@ -24,7 +24,7 @@ from paraplan.cost_models.simulator.message_times import Mailbox
 from paraplan.cost_models.simulator.rank_trace import RankTrace, Simulation
 from paraplan.cost_models.simulator.simulate import RankEngine, engines_of, run, simulation_of
 from paraplan.cost_models.simulator.timeline import TimeWalk
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import MESSAGES, RankProgram, Step, StepKind
 from paraplan.ir.execution.schedule import Action, parse_action
 from paraplan.ir.execution.streams import Stream

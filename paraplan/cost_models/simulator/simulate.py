@@ -23,7 +23,7 @@ from paraplan.cost_models.simulator.rank_trace import MemoryPoint, RankTrace, Si
 from paraplan.cost_models.simulator.step_memory import StepMemory
 from paraplan.cost_models.simulator.timeline import TimeWalk
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import MESSAGES, RankProgram, Step, StepKind
 from paraplan.ir.execution.streams import COMPUTE, StreamKind, message_stream, update_stream
 from paraplan.ir.model.tensor import TensorSpec

@@ -13,7 +13,7 @@ the device, one after another: where they are shorter than it takes to issue the
 from __future__ import annotations
 
 from paraplan.cost_models.simulator.block_replay import Issue, Run, TimeBlock
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Step
 from paraplan.ir.execution.streams import COMPUTE, HOST, Stream, StreamKind
 from paraplan.ir.struct import Value

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.execution.streams import Channel
 from paraplan.ir.model.graph import Arg, arg_text

@@ -60,7 +60,13 @@ _KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {}
 
 
 def offer(backend: str, target: str, *kernels: Kernel) -> None:
-    """Records kernels of an op on a kind of device, the preferred ones first."""
+    """Records kernels of an op on a kind of device, the preferred ones first.
+
+    Args:
+        backend: of devices, such as "cuda".
+        target: the op.
+        kernels: of the op, the preferred ones first.
+    """
     assert (backend, target) not in _KERNELS, (backend, target)
     _KERNELS[backend, target] = kernels
 

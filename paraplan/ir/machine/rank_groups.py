@@ -13,7 +13,8 @@ from typing import NamedTuple
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.program import Program, trained_params
-from paraplan.ir.plan import ParamLayouts, Plan, Stage
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import Plan, Stage
 
 
 @dataclass(frozen=True)

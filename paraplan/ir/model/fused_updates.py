@@ -19,7 +19,7 @@ from paraplan.ir.machine.rank_groups import Holding
 from paraplan.ir.model.program import Program, master_dtype
 from paraplan.ir.model.strides import contiguous_strides, is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 
 Dims = tuple[int, ...]
 

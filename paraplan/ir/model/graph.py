@@ -16,12 +16,13 @@ import math
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from paraplan.ir.model.op_rule import OpRule
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 
 Arg = Any  # None | bool | int | float | str | tuple["Arg", ...]
@@ -47,6 +48,53 @@ def arg_kind(arg: Arg) -> ArgKind | None:
 def arg_text(arg: str) -> str:
     """An argument without its first character: a value's name, or the literal text."""
     return arg[1:]
+
+
+class Target(NamedTuple):
+    """An op's target in parts, as torch names ops.
+
+    Attributes:
+        namespace: `aten`, `paraplan` of the canonical ops, or a library's of custom ones.
+        name: of the op.
+        overload: of torch's ops; "" of the canonical ones.
+    """
+
+    namespace: str
+    name: str
+    overload: str
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether it is one of the canonical ops, which are ours."""
+        return self.namespace == "paraplan"
+
+    @property
+    def base(self) -> str:
+        """Without its overload: "aten.mm" of "aten.mm.default"."""
+        return f"{self.namespace}.{self.name}"
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Where `torch.ops.<namespace>` has it."""
+        return (self.name, self.overload) if self.overload else (self.name,)
+
+    @property
+    def word(self) -> str:
+        """What people call it: "layer_norm" of `aten.native_layer_norm.default`."""
+        return self.name.removeprefix("native_").strip("_")
+
+
+@SESSION.cached(1 << 12)
+def target_parts(target: str) -> Target:
+    """An op's target, read."""
+    namespace, _, path = target.partition(".")
+    name, _, overload = path.partition(".")
+    return Target(namespace, name, overload)
+
+
+def writes_first(target: str) -> bool:
+    """Whether a canonical op writes its first argument; as torch has it, its name ends in "_" then."""
+    return target.endswith("_")
 
 
 class Phase(Enum):

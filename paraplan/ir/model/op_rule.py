@@ -157,6 +157,11 @@ def faults(rule: OpRule, inputs: tuple[tuple[int, ...], ...], outputs: tuple[tup
     return _more_faults(rule, len(inputs), outputs)
 
 
+def storage_order(lie: str) -> tuple[int, ...]:
+    """The dims of an output from the slowest to the fastest, of one that lies in an order of its own."""
+    return tuple(int(dim) for dim in lie.split(","))
+
+
 def _more_faults(rule: OpRule, num_inputs: int, outputs: tuple[tuple[int, ...] | None, ...]) -> str:
     named = {name for names in rule.inputs for name in names}
     if unknown := [name for name in (*rule.sizes, *rule.contracted) if name not in named]:

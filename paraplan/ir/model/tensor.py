@@ -24,7 +24,9 @@ DTYPE_BYTES: dict[str, int] = {
 }
 
 COMPLEX = frozenset({"complex64", "complex128"})
-FLOATS = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+FLOATS8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
+FLOATS = FLOATS8 | {"float64", "float32", "bfloat16", "float16"}
+INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8"})
 
 
 class TensorSpec(Value, frozen=True, array_like=True):

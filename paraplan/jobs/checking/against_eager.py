@@ -166,7 +166,12 @@ class AgainstEager:
         return (loss, tensors) if self.precision == "fp64" else (max(loss, UNBOUNDED), max(tensors, UNBOUNDED))
 
     def rereads(self, batch: Tensors, params: Tensors, buffers: Tensors, seeds: Sequence[int]) -> str:
-        """What forward changed of its modules' attributes and reads again, so that its next step differs; or ""."""
+        """What forward changed of its modules' attributes and reads again, so that its next step differs; or "".
+
+        Args:
+            batch, params, buffers: of the step that was compared, as it began.
+            seeds: of its random ops.
+        """
         if self.last is None or not self.last.changed:
             return ""
         numbers = [Replay(self.program, seeds) if self.num_draws else None for _ in range(2)]

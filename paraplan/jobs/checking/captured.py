@@ -29,7 +29,15 @@ class StepOutcome(NamedTuple):
 def run_program_on(
     program: Program, params: Tensors, buffers: Tensors, batch: Tensors, seeds: Sequence[int], scale: float = 1.0
 ) -> StepResult:
-    """One step of a program of a batch in any dtypes."""
+    """One step of a program of a batch in any dtypes.
+
+    Args:
+        program: that runs.
+        params, buffers: whole, by name.
+        batch: by name; each is cast to what the program says of it.
+        seeds: of its random ops.
+        scale: what the loss is multiplied by for its gradients.
+    """
     cast = {name: batch[name].to(getattr(torch, entry.spec.dtype)) for name, entry in program.batch.items()}
     return run_step(program, params, buffers, cast, [torch.tensor(seed) for seed in seeds], scale)
 
@@ -90,14 +98,25 @@ class Captured:
         return [segment_seed(self.seed, self.done, index) for index in range(self.program.num_seeds)]
 
     def taken(self, batch: Tensors, program: Program, seeds: Sequence[int], scale: float = 1.0) -> StepResult:
-        """A forward and backward from where it is, of this program or one with other draws; nothing is updated."""
+        """A forward and backward from where it is, of this program or one with other draws; nothing is updated.
+
+        Args:
+            batch: of the step, by name.
+            program: this one, or one with other draws.
+            seeds: of its random ops.
+            scale: what the loss is multiplied by for its gradients.
+        """
         params = {
             name: x.detach().to(getattr(torch, program.params[name].spec.dtype)) for name, x in self.masters.items()
         }
         return run_program_on(program, params, self.buffers, batch, seeds, scale)
 
     def outcome(self, batch: Tensors, program: Program, seeds: Sequence[int]) -> StepOutcome:
-        """What such a step gives, every buffer under all of its names."""
+        """What such a step gives, every buffer under all of its names.
+
+        Args:
+            batch, program, seeds: as of `taken`.
+        """
         step = self.taken(batch, program, seeds)
         return StepOutcome(float(step.loss), step.grads, with_aliases({**self.buffers, **step.buffers}, self.aliases))
 

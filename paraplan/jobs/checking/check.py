@@ -247,7 +247,14 @@ _PROGRAM_DIFFERS = (
 
 
 def said(fault: Fault, step: int, against: str, remedy: str) -> str:
-    """A difference, in words: the step, the tensor, both values, the limit and what to do."""
+    """A difference, in words: the step, the tensor, both values, the limit and what to do.
+
+    Args:
+        fault: the worst difference, and its limit.
+        step: its number.
+        against: what the step was held against, in words.
+        remedy: what to do, the last sentence.
+    """
     off = fault.difference
     what = f"{fault.what} {off.name!r}" if off.name else f"the {fault.what}"
     return (
@@ -257,7 +264,13 @@ def said(fault: Fault, step: int, against: str, remedy: str) -> str:
 
 
 def eager_failure(verdict: Verdict, step: int, rereads: str = "") -> str:
-    """Why a step is not the eager model's."""
+    """Why a step is not the eager model's.
+
+    Args:
+        verdict: on a step, which failed.
+        step: its number.
+        rereads: what forward changed of its attributes and reads again, which explains a difference; "" for nothing.
+    """
     if verdict.cannot:
         return f"step {step}: {verdict.cannot}, so the step cannot be held against it; make the model run on one device"
     assert verdict.worst is not None

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paraplan.kernels.dtypes import dtype_name
+
 Tensors = Mapping[str, Tensor | None]
 FLOOR, NARROW_FLOOR = 1e-6, 1e-3
 """A tensor counts as at least this much of its largest peer: in float64, and in what is narrower, where a gradient that
@@ -113,7 +115,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _kind(x: Tensor) -> str:
-    return f"a {str(x.dtype).removeprefix('torch.')} of {tuple(x.shape)}"
+    return f"a {dtype_name(x.dtype)} of {tuple(x.shape)}"
 
 
 def _said(value: complex) -> str:

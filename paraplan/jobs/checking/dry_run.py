@@ -21,6 +21,7 @@ from paraplan.ir.errors import CodegenError, ParaplanError
 from paraplan.ir.execution.offsets import offset_value
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, LocalValue, RankProgram
 from paraplan.jobs.checking.without_device import dispatched_methods
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.kernels.torch_private import OpOverload, fake_mode, has_kernel
 from paraplan.runtime.executing.interpret import Line, make_tape
 from paraplan.runtime.executing.launch_counts import KernelCall, LaunchCounter
@@ -142,8 +143,8 @@ class _DryBlock:
         names: Sequence[str] = [name for name in instr.outs if name is not None]
         for name, node in zip(names, line.outs, strict=True):
             made, value = self.env[node], self.block.values[name]
-            said = (value.shape, f"torch.{value.dtype}", self.device, _told(value.shape, value.strides))
-            real = (tuple(made.shape), str(made.dtype), made.device.type, _told(made.shape, made.stride()))
+            said = (value.shape, value.dtype, self.device, _told(value.shape, value.strides))
+            real = (tuple(made.shape), dtype_name(made.dtype), made.device.type, _told(made.shape, made.stride()))
             loose = 0 in value.shape or SHARED in name  # a result that shares an input's storage is copied at once
             if real != said and not (loose and real[:3] == said[:3]):
                 raise self._wrong(line, f"result {name!r} is {_words(real)}, the program says {_words(said)}")
@@ -159,4 +160,4 @@ def _told(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 def _words(told: tuple[Any, ...]) -> str:
     shape, dtype, device, strides = told
-    return f"{dtype.removeprefix('torch.')}{list(shape)} strides {list(strides)} on {device}"
+    return f"{dtype}{list(shape)} strides {list(strides)} on {device}"

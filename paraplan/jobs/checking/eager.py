@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from paraplan.jobs.models import Made
 from paraplan.kernels.torch_private import tree_leaves, tree_map_only
 
 Tensors = Mapping[str, Tensor]
-Cast = Callable[[Tensor], Tensor]
 _HALVES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _NARROW = {
     torch.float16: torch.float64,
@@ -76,7 +75,14 @@ class ModelCall:
 
     @classmethod
     def of(cls, made: Made, program: Program, choice: LossChoice = None, casts: torch.dtype | None = None) -> ModelCall:
-        """As the example inputs say; several losses as the program weighs them, where nothing else is said."""
+        """As the example inputs say; several losses as the program weighs them, where nothing else is said.
+
+        Args:
+            made: the model, with example inputs where it was captured by any.
+            program: captured of it.
+            choice: which losses count and how much, as `loss` of `compile`; None: as the program says.
+            casts: the dtype of autocast around the call; None without.
+        """
         named = {term.name: term.weight for term in program.loss if term.name}
         inputs = made.example_inputs
         others = name_inputs(made.model, inputs)[1] if inputs is not None else {}  # type: ignore[arg-type]
@@ -125,7 +131,13 @@ class Eager:
         return Taken(total, grads, held, written, changed)
 
     def loss_again(self, batch: Tensors, params: Tensors, buffers: Tensors, numbers: Replay | None) -> float:
-        """The loss from the same start, with attributes as they are by now; leaves them so."""
+        """The loss from the same start, with attributes as they are by now; leaves them so.
+
+        Args:
+            batch: by name.
+            params, buffers: what the step starts from, by name.
+            numbers: replayed in place of random draws; None where there are none.
+        """
         kept = {id(module): dict(vars(module)) for module in self.model.modules()}
         self._start(params, buffers)
         with self._running(numbers), torch.no_grad():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paraplan.capture.cutting.flow import aten_name
-from paraplan.ir.model.graph import Op, Phase
+from paraplan.ir.model.graph import Op, Phase, target_parts
 from paraplan.ir.model.program import Program, SegmentKind
 from paraplan.kernels.random_kernels import dropout, uniform
 from paraplan.kernels.torch_private import OpOverload, TorchDispatchMode, in_backward
@@ -88,10 +88,10 @@ def _drawn_of(kind: SegmentKind, op: Op) -> int | None:
 
 def _names(op: Op) -> list[str]:
     """The names of an op's arguments."""
-    space, name, *_ = op.target.split(".")
-    if space != "paraplan":
+    target = target_parts(op.target)
+    if not target.is_canonical:
         return []
-    overload = getattr(torch.ops.paraplan, name).default
+    overload = getattr(torch.ops.paraplan, target.name).default
     return [argument.name for argument in overload._schema.arguments]
 
 

@@ -168,7 +168,16 @@ def cpu_cluster(processes: int, launch: JobTopology) -> ClusterSpec:
 def measured_device(
     kind: str, backend: str, memory: int, said_of_memory: str, processes: int, cores: int = 1
 ) -> Device:
-    """A device by its measured rates, shared out over the processes that use it at once."""
+    """A device by its measured rates, shared out over the processes that use it at once.
+
+    Args:
+        kind: what it is called.
+        backend: "cpu" or "cuda".
+        memory: bytes that one process may have.
+        said_of_memory: where that number is from.
+        processes: that use the device at once.
+        cores: of one process.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(cores)
     try:

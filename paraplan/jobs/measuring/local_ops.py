@@ -27,13 +27,16 @@ from paraplan.ir.model.graph import Arg, Graph, Op, Phase, map_refs, refs
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import KindChoice, ModelRef, Optimizer, ParamLayouts, Plan, Stage
+from paraplan.ir.optimizer import Optimizer
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, ModelRef, Plan, Stage
 from paraplan.ir.profile import Measured, detail_of, full_key, odd_strides, shape_key
 from paraplan.lowering import lower
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.transfers.held_casts import cast_graph, held_casts
 from paraplan.rules.device_kernels import cuda  # noqa: F401  (records its kernels)
-from paraplan.rules.strategies import Strategy, op_signature, op_strategies
+from paraplan.rules.graph_strategies import op_signature
+from paraplan.rules.strategies import Strategy, op_strategies
 
 Dims = tuple[int, ...]
 
@@ -109,7 +112,11 @@ def _local(spec: Measured) -> LocalValue:
 
 
 def whole_plan(program: Program, cluster: ClusterSpec, optimizer: Optimizer) -> Plan:
-    """The plan of one device that keeps everything: nothing is decided."""
+    """The plan of one device that keeps everything: nothing is decided.
+
+    Args:
+        program, cluster, optimizer: as in the plan; the cluster's first device runs it.
+    """
     mesh = make_mesh((1,), ("dp",))
     whole = layout_text((R,))
     choices = tuple(
@@ -155,7 +162,12 @@ class Family:
 
 
 def families(program: Program, cluster: ClusterSpec, optimizer: Optimizer, ways: int) -> tuple[Family, ...]:
-    """All local ops of a program on meshes of up to `ways` devices: first those of one device, then op by op."""
+    """All local ops of a program on meshes of up to `ways` devices: first those of one device, then op by op.
+
+    Args:
+        program, cluster, optimizer: as of `whole_plan`.
+        ways: devices of the largest mesh.
+    """
     alone: dict[str, LocalOp] = {}
     found = {"": Family("", lambda: alone.values())}
     for plan in _plans(whole_plan(program, cluster, optimizer)):

@@ -26,7 +26,13 @@ _DTYPES = {
 
 
 def matmul_flops_per_s(dtype: str, device: str = "cpu", seconds: float = 0.1) -> float | None:
-    """Operations per second of the largest square matrix product that is quick enough; None where there is none."""
+    """Operations per second of the largest square matrix product that is quick enough; None where there is none.
+
+    Args:
+        dtype: torch's name, of both operands.
+        device: torch's name.
+        seconds: about as long as one size is repeated for.
+    """
     rate = None
     for size in _SIZES:
         try:
@@ -49,7 +55,13 @@ def _product(a: Tensor) -> Callable[[], Tensor]:
 
 
 def copy_bytes_per_s(device: str = "cpu", seconds: float = 0.2, nbytes: int = 1 << 28) -> float:
-    """Bytes read and written per second by a copy of more than the caches hold."""
+    """Bytes read and written per second by a copy of more than the caches hold.
+
+    Args:
+        device: torch's name.
+        seconds: about as long as it is repeated for.
+        nbytes: that are copied.
+    """
     source = torch.ones(nbytes // 8, dtype=torch.float64, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / _best_s(lambda: target.copy_(source), device, seconds)
@@ -88,7 +100,7 @@ def _best_s(run: Callable[[], Tensor], device: str, seconds: float) -> float:
     def once() -> float:
         started = time.perf_counter()
         run()
-        if device.startswith("cuda"):
+        if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from paraplan.ir.model.graph import Arg, ArgKind, arg_kind
 from paraplan.ir.model.tensor import FLOATS
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.profile import UPDATE, VIEW, Measured, OpTime
 from paraplan.jobs.measuring.local_ops import LocalOp
-from paraplan.runtime.executing.instructions import decode_literal, is_factory, resolve
+from paraplan.runtime.executing.targets import decode_literal, is_factory, resolve
 from paraplan.runtime.executing.torch_private import hold_up
 from paraplan.runtime.executing.tracker import Ledger, Tracker
 
@@ -96,7 +96,14 @@ def measure_update(
     name: str, cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...], device: str
 ) -> OpTime:
     """The time of an optimizer's update of one float32 parameter by its fused kernel: one of many, which a call updates
-    together."""
+    together.
+
+    Args:
+        name: of `ir.optimizer.OPTIMIZERS`.
+        cls, options: torch's class, and its arguments beside parameters and learning rate.
+        shape: of the parameter.
+        device: torch's name.
+    """
     spec = Measured("float32", shape)
     samples = [seconds / _together(spec) for seconds in sample(updater(cls, options, shape, device), device)]
     return _op_time(UPDATE + OPTIMIZERS[name].timed_as, 0, (spec,), (spec,), "", samples, 0)
@@ -105,7 +112,11 @@ def measure_update(
 def updater(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...], device: str
 ) -> Callable[[], object]:
-    """Updates some parameters."""
+    """A call that updates parameters, as many as one fused kernel takes together.
+
+    Args:
+        cls, options, shape, device: as of `measure_update`.
+    """
     params = [
         torch.nn.Parameter(torch.randn(shape, device=device)) for _ in range(_together(Measured("float32", shape)))
     ]
@@ -144,7 +155,7 @@ def _op_time(
 
 def sample(run: Callable[[], object], device: str) -> list[float]:
     """Seconds of a call, several times over."""
-    timed = _timed_cuda if device.startswith("cuda") else _timed_cpu
+    timed = _timed_cuda if torch.device(device).type == "cuda" else _timed_cpu
     timed(run, 1)
     guess = timed(run, 1)
     calls = max(1, math.ceil(SAMPLE_S / max(guess, 1e-7)))

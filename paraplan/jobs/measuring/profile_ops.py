@@ -7,12 +7,11 @@ starting it again. A model of the same sizes finds everything there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +25,8 @@ from paraplan.cost_models.profiles.profile_file import Machine, ProfileWriter
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS
-from paraplan.ir.profile import OpTime, Profile
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.profile import UPDATE, VIEW, OpTime, Profile
 from paraplan.jobs.files import cpu_name
 from paraplan.jobs.measuring.contention import FAULTS, Beside, companions, crowding
 from paraplan.jobs.measuring.detect import catalog_name
@@ -74,9 +73,16 @@ class Book:
     entered: set[str] = field(default_factory=set)
 
     def lacks(self, key: str) -> bool:
-        """Whether an op is to be measured; a key that ends in ";" stands for all that begin with it."""
-        among = self.entered if self.again else self.known
-        return not any(map(methodcaller("startswith", key), among)) if key.endswith(";") else key not in among
+        """Whether an op is to be measured."""
+        return key not in self._among
+
+    def lacks_all(self, target: str) -> bool:
+        """Whether of a target no op was measured, of whatever shape."""
+        return all(self.known[key].target != target for key in self._among)
+
+    @property
+    def _among(self) -> Iterable[str]:
+        return self.entered if self.again else self.known
 
     def enter(self, found: OpTime) -> None:
         """Keep a time, with what was known of it."""
@@ -117,7 +123,11 @@ class Meter:
     def update(
         self, name: str, cls: type[torch.optim.Optimizer], options: dict[str, Any], shape: tuple[int, ...]
     ) -> OpTime:
-        """The time of an optimizer's update of a parameter."""
+        """The time of an optimizer's update of a parameter.
+
+        Args:
+            name, cls, options, shape: as of `measure_ops.measure_update`.
+        """
         with self.others.running(partial(updater, cls, options, shape, "cpu")):
             return self.stretched(measure_update(name, cls, options, shape, self.device))
 
@@ -230,10 +240,10 @@ def _measure(op: LocalOp, meter: Meter, book: Book, done: MeasuringRun) -> None:
 
 def _always(optimizer: str, meter: Meter, book: Book) -> Iterator[OpTime]:
     """What any model needs: the time of a view, the optimizer's updates."""
-    if book.lacks("view;"):
+    if book.lacks_all(VIEW):
         yield meter.stretched(measure_view(meter.device))
     cls, options = OPTIMIZER_CLASSES[optimizer]
-    if book.lacks(f"update.{OPTIMIZERS[optimizer].timed_as};"):
+    if book.lacks_all(UPDATE + OPTIMIZERS[optimizer].timed_as):
         for count in UPDATED:
             yield meter.update(optimizer, cls, options, (count,))
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from paraplan.ir.errors import CodegenError
+from paraplan.ir.model.graph import target_parts
 from paraplan.ir.process.memo import SESSION
 
 _MODULES = {
@@ -57,7 +58,7 @@ def kernel(target: str, name: str) -> Callable[..., Any]:
     Raises:
         CodegenError: there is none, or Triton is not installed.
     """
-    module = _MODULES.get((target, name))
+    module, parts = _MODULES.get((target, name)), target_parts(target)
     if module is None:
         raise CodegenError(f"{target} has no kernel called {name!r}")
     try:
@@ -67,4 +68,4 @@ def kernel(target: str, name: str) -> Callable[..., Any]:
             f"{target} runs as a Triton kernel here, and {missing.name} is not installed (torch for CUDA brings it): "
             "pip install triton"
         ) from missing
-    return getattr(found, target.removeprefix("paraplan.").replace(".", "_"))  # type: ignore[no-any-return]
+    return getattr(found, parts.name if parts.is_canonical else "_".join(parts))  # type: ignore[no-any-return]

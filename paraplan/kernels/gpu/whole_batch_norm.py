@@ -69,6 +69,32 @@ def _part_moments(x, parts, channels, space, count, per, block_c: tl.constexpr, 
 
 
 @triton.jit
+def _joined_parts(parts, channel, here, channels, count, per, kind: tl.constexpr, block_c: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Mean and centred squares of all samples, from those that `_part_moments` stored, in the order of parts."""
+    mean, squares = tl.zeros((block_c,), kind), tl.zeros((block_c,), kind)
+    known = tl.zeros((block_c,), kind)
+    for part in range(tl.num_programs(1)):
+        place = parts + part * channels + channel
+        its_mean = tl.load(place, mask=here, other=0.0)
+        its_squares = tl.load(place + tl.num_programs(1) * channels, mask=here, other=0.0)
+        more = tl.zeros((block_c,), kind) + tl.minimum(per, count - part * per)
+        known, mean, squares = _joined(known, mean, squares, more, its_mean, its_squares)
+    return mean, squares
+
+
+@triton.jit
+def _affine(w, bias, rstd, channel, here, weighed: tl.constexpr, moved: tl.constexpr, block_c: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a centred sample is multiplied by, and what is added then."""
+    scale = rstd
+    if weighed:
+        scale *= tl.load(w + channel, mask=here, other=0.0).to(rstd.dtype)
+    shift = tl.zeros((block_c,), rstd.dtype)
+    if moved:
+        shift += tl.load(bias + channel, mask=here, other=0.0).to(rstd.dtype)
+    return scale, shift
+
+
+@triton.jit
 def _update_running(old, new, found, channel, here, keep: tl.constexpr, take: tl.constexpr, block_c: tl.constexpr):  # type: ignore[no-untyped-def]
     """A running statistic: keep of the old one, take of what was found."""
     kept, taken = tl.full((block_c,), keep, found.dtype), tl.full((block_c,), take, found.dtype)
@@ -114,14 +140,7 @@ def _whole(
     stop = tl.minimum(start + per, count)
     samples = tl.zeros((block_c,), kind) + count
     if split:
-        mean, squares = tl.zeros((block_c,), kind), tl.zeros((block_c,), kind)
-        known = tl.zeros((block_c,), kind)
-        for part in range(tl.num_programs(1)):
-            place = parts + part * channels + channel
-            its_mean = tl.load(place, mask=here, other=0.0)
-            its_squares = tl.load(place + tl.num_programs(1) * channels, mask=here, other=0.0)
-            more = tl.zeros((block_c,), kind) + tl.minimum(per, count - part * per)
-            known, mean, squares = _joined(known, mean, squares, more, its_mean, its_squares)
+        mean, squares = _joined_parts(parts, channel, here, channels, count, per, kind, block_c)
     else:
         mean, squares = _moments(x, rstd_out, start, stop, channel, here, channels, space, block_c, block)
     rstd = 1 / tl.sqrt(squares / samples + tl.full((block_c,), eps, kind))
@@ -133,12 +152,7 @@ def _whole(
             _update_running(
                 old_var, new_var, squares * tl.full((block_c,), unbiased, kind), channel, here, keep, take, block_c
             )
-    scale = rstd
-    if weighed:
-        scale *= tl.load(w + channel, mask=here, other=0.0).to(kind)
-    shift = tl.zeros((block_c,), kind)
-    if moved:
-        shift += tl.load(bias + channel, mask=here, other=0.0).to(kind)
+    scale, shift = _affine(w, bias, rstd, channel, here, weighed, moved, block_c)
     for at in range(start, stop, block):
         place, there = _places(at, stop, channel, here, channels, space, block)
         value = tl.load(x + place, mask=there, other=0.0).to(kind) - mean[None, :]

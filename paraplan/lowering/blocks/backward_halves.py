@@ -9,6 +9,13 @@ from paraplan.lowering.transfers.activation_offload import AwayValue
 
 
 def half_of(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward:
+    """A segment's backward, or the part of it that an action runs.
+
+    Args:
+        parts: a stage's blocks.
+        index: of the segment in the stage.
+        half: the action: `B` for all of it, `I` for its first part, else the second.
+    """
     lowered = parts.backwards[index]
     if lowered.parts is None or half is ActionKind.B:
         return lowered

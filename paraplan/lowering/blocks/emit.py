@@ -1,20 +1,15 @@
 """Building one block: local ops and their memory; changes of layout are emitted by `moves`.
 
-A `BlockEmitter` holds values by (name, layout). Asking for a value in a layout it is not in emits the moves
-of `ir.machine.reshard` once; later requests reuse the result. Shapes follow from layouts, strides from
-`ir.model.strides`; a reshape that cannot be a view becomes an explicit copy.
+Values are held by (name, layout) (`laid_values`). Shapes follow from layouts, strides from `ir.model.strides`; a
+reshape that cannot be a view becomes an explicit copy.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import msgspec
-
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
-from paraplan.ir.machine.mesh import Layout, layout_text, local_shape, padded_dims
-from paraplan.ir.machine.reshard import Move, reshard_path
+from paraplan.ir.machine.mesh import Layout, layout_text, local_shape
 from paraplan.ir.model.graph import Arg, Graph, Op, map_refs
 from paraplan.ir.model.strides import (
     contiguous_strides,
@@ -23,12 +18,12 @@ from paraplan.ir.model.strides import (
     merges_batch,
     view_strides,
 )
-from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit_carried import emit_carried, row_major
 from paraplan.lowering.blocks.expand import emit_expansion
 from paraplan.lowering.blocks.finish import finish_block, split_block
-from paraplan.lowering.blocks.moves import LayoutMoves
-from paraplan.lowering.blocks.padding import fill_padding, keep_zeros
+from paraplan.lowering.blocks.laid_values import LaidValues
+from paraplan.lowering.blocks.padding import fill_padding
 from paraplan.lowering.transfers.activation_offload import away_value
 from paraplan.rules.carried_rules import local_args
 from paraplan.rules.dims import op_def
@@ -38,7 +33,7 @@ from paraplan.rules.strategies import Strategy
 Dims = tuple[int, ...]
 
 
-class BlockEmitter(LayoutMoves):
+class BlockEmitter(LaidValues):
     """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
     `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `zeroed` has (local value,
@@ -46,131 +41,14 @@ class BlockEmitter(LayoutMoves):
     """
 
     def __init__(self, name: str, mesh_shape: Dims, role: BlockRole, kind: str = "", overwrites: bool = False) -> None:
+        super().__init__(mesh_shape, overwrites)
         self.name, self.role, self.kind = name, role, kind
-        self.mesh_shape = mesh_shape
-        self.overwrites = overwrites
-        self.values: dict[str, LocalValue] = {}
-        self.specs: dict[str, TensorSpec] = {}
-        self.inputs: dict[str, None] = {}
-        self._home: dict[str, Layout] = {}
-        self._given: dict[str, LocalValue] = {}
-        self._arriving: dict[str, tuple[LocalValue, LocalValue]] = {}
-        self._at: dict[tuple[str, Layout], str] = {}
         self._instrs: list[Instr] = []
-        self._origin = -1
         self.filled: dict[tuple[str, int, float], str] = {}
-        self.zeroed: set[tuple[str, int]] = set()
-
-    def give(
-        self,
-        name: str,
-        spec: TensorSpec,
-        layout: Layout,
-        strides: Dims | None = None,
-        known_as: str = "",
-        zeros: bool = False,
-    ) -> None:
-        """A value the caller can bind as `name`; it becomes an input of the block only if read.
-
-        Ops ask for it as `known_as` where that differs. `zeros`: its padding is zero.
-        """
-        shape = local_shape(spec.shape, layout, self.mesh_shape)
-        nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
-        strides = contiguous_strides(shape) if strides is None else strides
-        self._given[name] = LocalValue(dtype=spec.dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
-        known = known_as or name
-        self.specs[known] = spec
-        self._home[known] = layout
-        self._at[known, layout] = name
-        if zeros:
-            self.zeroed.update((name, dim) for dim, _ in padded_dims(spec.shape, layout, self.mesh_shape))
-
-    def arrive(self, name: str, spec: TensorSpec, layout: Layout, parts: tuple[str, LocalValue, LocalValue]) -> None:
-        """A value that is being copied back from a tier: waited for just before it is first read.
-
-        Args:
-            name: of the value.
-            spec, layout: as for `give`.
-            parts: see `away.AwayValue.returning`.
-        """
-        local, issued, held = parts
-        self._given[local] = msgspec.structs.replace(issued, storage_bytes=0)
-        self._arriving[local] = (issued, held)
-        self.specs[name] = spec
-        self._home[name] = layout
-        self._at[name, layout] = local
-
-    def rename(self, name: str, source: str, layout: Layout) -> None:
-        """Declare that a value is another one, which is brought to a layout."""
-        self.specs[name] = self.specs[source]
-        self._home[name] = layout
-        self._at[name, layout] = self.get(source, layout)
-
-    def serves(self, origin: int) -> None:
-        """What is emitted from here on serves this op of the joint graph."""
-        self._origin = origin
-
-    def home(self, name: str) -> Layout:
-        """The layout a value was given or made in."""
-        return self._home[name]
-
-    def get(self, name: str, layout: Layout) -> str:
-        """The local name of a value in a layout, moving it there first if need be."""
-        found = self._at.get((name, layout))
-        if found is None:
-            source = self._home[name]
-            found = self._use(self._at[name, source])
-            for move in self.path(name, layout):
-                found = self.move(name, found, move)
-            self._at[name, layout] = found
-        return self._use(found)
-
-    def lean(self, name: str, layout: Layout) -> bool:
-        """Whether a value lies in a layout already, in no more elements and bytes of storage than as it was made.
-
-        The planner knows the elements alone, and prices what may be saved so (`planner.sharding.space.saved_as`).
-        """
-        found, home = self._at.get((name, layout)), self._home[name]
-        if found is None:
-            return False
-        shape = self.specs[name].shape
-        here, made = (math.prod(local_shape(shape, lies, self.mesh_shape)) for lies in (layout, home))
-        return here <= made and self._stored_bytes(found) <= self._stored_bytes(self._at[name, home])
-
-    def _stored_bytes(self, local: str) -> int:
-        """Bytes of the storage a value lies in."""
-        known = self.values | self._given if local not in self.values else self.values
-        while local in known and known[local].base != local:
-            local = known[local].base
-        return known[local].storage_bytes if local in known else 0
-
-    def move(self, name: str, local: str, move: Move) -> str:
-        """Emit one move of a value; returns the local name of the result."""
-        result = self._move(name, local, move)
-        keep_zeros(self, name, local, move, result)
-        return result
-
-    def path(self, name: str, layout: Layout, since: Layout | None = None) -> tuple[Move, ...]:
-        """The moves that bring a value to a layout from another one, or from that it was given or made in."""
-        return self._steps(name, since or self._home[name], layout)
-
-    def _steps(self, name: str, before: Layout, after: Layout) -> tuple[Move, ...]:
-        return reshard_path(self.specs[name].shape, before, after, self.mesh_shape, frozen=1)
 
     def _named(self, name: str) -> str:
         """What the block calls a value of the graph."""
         return name
-
-    def _use(self, local: str) -> str:
-        if local in self._given and local not in self.values:
-            self.values[local] = self._given[local]
-            parts = self._arriving.get(local, ())
-            self.values.update((value.base, value) for value in parts)
-            self.inputs.update(dict.fromkeys(value.base for value in parts) or {local: None})
-            if parts:
-                args = tuple("%" + value.base for value in parts)
-                self._add(Instr(kind=InstrKind.WAIT, target="wait", args=args, outs=(local,)))
-        return local
 
     def offload(self, local: str, tier: str) -> str:
         """Begin to copy a value to a tier; returns the local name of what is issued."""
@@ -180,7 +58,14 @@ class BlockEmitter(LayoutMoves):
         return issued.base
 
     def op(self, op: Op, graph: Graph, strategy: Strategy, origin: int) -> None:
-        """Emit one op of the joint graph under a strategy (layouts on the extended mesh)."""
+        """Emit one op of the joint graph under a strategy.
+
+        Args:
+            op: of the graph.
+            graph: a kind's, with specs of whole values.
+            strategy: what it does; layouts are on the extended mesh.
+            origin: the op's index in the graph.
+        """
         self._origin = origin
         wanted = tuple(zip(op.tensors, strategy.inputs, strict=True))
         names = row_major(self, op, {key: self.get(*key) for key in wanted})
@@ -271,7 +156,15 @@ class BlockEmitter(LayoutMoves):
     def view(
         self, target: str, args: tuple[Arg, ...], source: str, out: str, shape: Dims, change: bool = False
     ) -> None:
-        """Emit a view, or the copy that a reshape must be."""
+        """Emit a view, or the copy that a reshape must be.
+
+        Args:
+            target, args: of the view.
+            source: local name of what it views.
+            out: local name of the result.
+            shape: of the result.
+            change: whether it belongs to a change of layout.
+        """
         value = self.values[source]
         strides = _view_result(target, args, value, shape)
         if strides is None:
@@ -299,7 +192,13 @@ class BlockEmitter(LayoutMoves):
         kwargs: dict[str, Arg] | None = None,
     ) -> str:
         """Emit an op outside the joint graph, with one fresh result: a cast lies as its input does, all else row by
-        row."""
+        row.
+
+        Args:
+            target, args, kwargs: the op.
+            out: local name of the result.
+            dtype, shape: of the result.
+        """
         source = self.values[str(args[0])[1:]] if target == "aten._to_copy.default" else None
         lies = contiguous_strides(shape) if source is None else elementwise_strides(shape, [(shape, source.strides)])
         self._fresh(out, dtype, shape, lies)
@@ -309,7 +208,13 @@ class BlockEmitter(LayoutMoves):
         return out
 
     def cast(self, local: str, dtype: str, out: str) -> str:
-        """Emit a cast of a local value, which lies as it does."""
+        """Emit a cast of a local value, which lies as it does.
+
+        Args:
+            local: name of what is cast.
+            dtype: to which.
+            out: local name of the result.
+        """
         shape = self.values[local].shape
         return self.local("aten._to_copy.default", ("%" + local,), out, dtype, shape, {"dtype": ":" + dtype})
 
@@ -317,29 +222,13 @@ class BlockEmitter(LayoutMoves):
         """Emit an op that makes nothing (a write into an input)."""
         self._add(Instr(target=target, args=args, outs=(), origin=-1, layout_change=True))
 
-    def define(self, name: str, spec: TensorSpec, layout: Layout) -> None:
-        """Declare that a local value made by `local` is a value in a layout."""
-        self.specs[name] = spec
-        self._home[name] = layout
-        self._at[name, layout] = name
-
-    def adopt(self, name: str, spec: TensorSpec, local: str, made: Layout, home: Layout) -> None:
-        """Declare that a local value is a value in the layout it was made in, and bring it to another at once."""
-        self.specs[name], self._home[name] = spec, home
-        for move in self._steps(name, made, home):
-            local = self.move(name, local, move)
-        self._at[name, home] = local
-
-    def _fresh(self, name: str, dtype: str, shape: Dims, strides: Dims) -> None:
-        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        self.values[name] = LocalValue(dtype=dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
-
-    def fresh(self, name: str, dtype: str, shape: Dims) -> None:
-        """Declare a value with a contiguous storage of its own."""
-        self._fresh(name, dtype, shape, contiguous_strides(shape))
-
     def add_many(self, target: str, args: tuple[Arg, ...], outs: Sequence[str]) -> None:
-        """Emit an op outside the joint graph whose results are declared already."""
+        """Emit an op outside the joint graph whose results are declared already.
+
+        Args:
+            target, args: the op.
+            outs: local names of its results.
+        """
         self._add(Instr(target=target, args=args, outs=tuple(outs), origin=self._origin, layout_change=True))
 
     def _add(self, instr: Instr) -> None:

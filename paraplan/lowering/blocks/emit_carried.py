@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paraplan.ir.execution.rank_program import Instr, LocalValue
 from paraplan.ir.machine.mesh import Layout
 from paraplan.ir.model.graph import Arg, Op
-from paraplan.ir.model.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, OpRule, amount_of
+from paraplan.ir.model.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, OpRule, amount_of, storage_order
 from paraplan.ir.model.strides import contiguous_strides, elementwise_strides, is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.rules.carried_rules import definition_of, registered_work
@@ -125,7 +125,7 @@ def _strides(rule: OpRule, index: int, shape: Dims, sources: list[LocalValue]) -
     if lie == ROWS:
         return contiguous_strides(shape)
     strides, step = [0] * len(shape), 1
-    for dim in reversed([int(dim) for dim in lie.split(",")]):
+    for dim in reversed(storage_order(lie)):
         strides[dim] = step
         step *= math.prod(shape[dim : dim + 1])
     return tuple(strides)

@@ -27,12 +27,27 @@ class Emitter(Protocol):
         specs: Sequence[TensorSpec | None],
         inputs: list[str],
     ) -> None:
-        """Emit one local op."""
+        """Emit one local op.
+
+        Args:
+            target, args, kwargs: the op.
+            outs: local names of its results; None for absent ones.
+            specs: of its results.
+            inputs: local names of its tensors, in order.
+        """
 
     def step(
         self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: tuple[int, ...], axis: int
     ) -> None:
-        """Emit a collective of the first source along a mesh axis."""
+        """Emit a collective of the first source along a mesh axis.
+
+        Args:
+            target: the collective.
+            sources: local names; the first is sent.
+            more: further arguments, which say how.
+            out, shape: local name and shape of the result.
+            axis: of the mesh.
+        """
 
 
 def emit_expansion(

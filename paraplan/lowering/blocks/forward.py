@@ -30,8 +30,8 @@ from paraplan.lowering.rewrites.float8_casts import casts_first
 from paraplan.lowering.rewrites.loops import emit_ops
 from paraplan.lowering.transfers.activation_offload import AwayValue
 from paraplan.lowering.transfers.bundled_transfers import travels_with
-from paraplan.rules.strategies import AxisChoice, Strategy, op_strategies, strategy_named
-from paraplan.rules.time_axis import KindMicro
+from paraplan.rules.strategies import Strategy, op_strategies, strategy_named
+from paraplan.rules.time_axis import KindMicro, extend
 
 Dims = tuple[int, ...]
 Path = tuple[Move, ...]
@@ -98,23 +98,6 @@ class LoweredForward:
     early: tuple[Move | None, ...]
     remat: Remat = NOTHING
     away: dict[str, AwayValue] = field(default_factory=dict)
-
-
-def extend(strategy: Strategy, micro: AxisChoice) -> Strategy:
-    """A mesh strategy with the microbatch axis put in front."""
-    inputs = tuple([(first, *layout) for first, layout in zip(micro.inputs, strategy.inputs, strict=True)])
-    computed = _extended(strategy.computed, micro)
-    outputs = computed if strategy.outputs == strategy.computed else _extended(strategy.outputs, micro)
-    return Strategy(strategy.key, inputs, computed, outputs)
-
-
-def _extended(layouts: tuple[Layout | None, ...], micro: AxisChoice) -> tuple[Layout | None, ...]:
-    return tuple(
-        [
-            None if layout is None or first is None else (first, *layout)
-            for first, layout in zip(micro.outputs, layouts, strict=True)
-        ]
-    )
 
 
 def chosen_strategies(
@@ -345,6 +328,14 @@ def _certain(op: Op) -> Op:
 def give_sources(
     emitter: BlockEmitter, kind: SegmentKind, context: KindContext, early: tuple[Move | None, ...]
 ) -> None:
+    """Gives a block of a kind what it may read: parameters, inputs and seeds.
+
+    Args:
+        emitter: of the block.
+        kind: whose values they are.
+        context: layouts of parameters and inputs.
+        early: per parameter, the move that was made of it before the block; None for none.
+    """
     values = kind.graph.values
     for name, layout, move in zip(kind.params, context.params, early, strict=True):
         emitter.give(name, values[name], (R, *layout) if move is None else move.after, zeros=True)

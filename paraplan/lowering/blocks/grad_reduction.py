@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from paraplan.ir.execution.names import Name, accumulator, grad
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import accumulator, grad
 from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.ir.machine.mesh import Layout, R, parse_layout
 from paraplan.ir.machine.reshard import Move, reshard_path

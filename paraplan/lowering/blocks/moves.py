@@ -146,7 +146,11 @@ class LayoutMoves:
     def exchange(self, move: Move, local: str, stem: str, in_place: bool = False) -> str:
         """Emit a move's collective of a contiguous value; returns the local name of its result.
 
-        `in_place`: one that can may overwrite the value.
+        Args:
+            move: with a collective.
+            local: name of the contiguous value.
+            stem: of the result's name.
+            in_place: whether one that can may overwrite the value.
         """
         assert move.collective is not None, move
         done = self._unique(stem)
@@ -159,7 +163,15 @@ class LayoutMoves:
     def step(
         self, target: str, sources: Sequence[str], more: tuple[Arg, ...], out: str, shape: Dims, axis: int
     ) -> None:
-        """Emit a collective of an expansion: its first source is sent, the others and `more` say how."""
+        """Emit a collective of an expansion: its first source is sent.
+
+        Args:
+            target: the collective.
+            sources: local names; those after the first say how.
+            more: further arguments, which say how.
+            out, shape: local name and shape of the result.
+            axis: of the mesh.
+        """
         value, local = self.values[sources[0]], sources[0]
         if not is_contiguous(value.shape, value.strides):
             args = ("%" + local, value.shape)

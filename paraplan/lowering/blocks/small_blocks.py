@@ -8,11 +8,11 @@ from paraplan.ir.model.program import Denominator, LossTerm
 from paraplan.ir.model.strides import contiguous_strides, is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.blocks.forward import extend
 from paraplan.lowering.steps.step_writer import Parted
 from paraplan.lowering.transfers.activation_offload import AwayValue
-from paraplan.rules.strategies import GraphKey, Strategy, graph_strategies
-from paraplan.rules.time_axis import KindMicro
+from paraplan.rules.graph_strategies import GraphKey, graph_strategies
+from paraplan.rules.strategies import Strategy
+from paraplan.rules.time_axis import KindMicro, extend
 
 Dims = tuple[int, ...]
 
@@ -70,9 +70,15 @@ def total_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> 
 def tangent_block(
     name: str, spec: TensorSpec, layout: Layout | None, extended: Dims, scaled: bool, share: float = 1.0
 ) -> Parted:
-    """The whole denominator and the tangent 1/denominator; just the tangent `share` where there is none.
+    """The whole denominator and the tangent 1/denominator; just a constant tangent where there is none.
 
-    `scaled`: the tangent is multiplied by the float32 input `scale`.
+    Args:
+        name: of the block.
+        spec: of the denominator.
+        layout: of it, on the extended mesh; None where there is none.
+        extended: shape of the extended mesh.
+        scaled: whether the tangent is multiplied by the float32 input `scale`.
+        share: the tangent where there is no denominator.
     """
     emitter = BlockEmitter(name, extended, BlockRole.LOSS)
     whole, dtype = (R,) * len(extended), spec.dtype
@@ -225,8 +231,14 @@ def restore_block(
     """The updated parameter written into its stored copy, by one copy that casts it; what other ranks are sent first is
     cast before. Inputs `stored` and `state`.
 
-    `away`: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
-    `own`: the state on the device is a copy, no view of the stored one.
+    Args:
+        name: of the block.
+        param: spec of the parameter.
+        state_dtype: of the optimizer's copy.
+        stored, state: layouts on the mesh.
+        mesh_shape: of the stage.
+        away: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
+        own: whether the state on the device is a copy, no view of the stored one.
     """
     emitter = BlockEmitter(name, (1, *mesh_shape), BlockRole.RESTORE)
     emitter.give("stored", param, (R, *stored))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, LocalValue
 from paraplan.ir.machine.mesh import R
 from paraplan.ir.machine.reshard import Move
@@ -45,7 +45,15 @@ class Accumulators:
         self._begun.add(name)
 
     def begin(self, name: str, out: Name, value: LocalValue, m: int, index: int) -> tuple[Name, LocalValue]:
-        """A gradient that its accumulator begins with, as that is to be; others as they are."""
+        """A gradient that its accumulator begins with, as that is to be; others as they are.
+
+        Args:
+            name: of the parameter.
+            out: name of the gradient.
+            value: what it is.
+            m: microbatch.
+            index: of the segment that made it, for the step.
+        """
         if name in self._begun:
             return out, value
         self.mark(name)
@@ -54,7 +62,12 @@ class Accumulators:
     def laid_out(
         self, name: str, out: Name, value: LocalValue, dtype: str, m: int, index: int
     ) -> tuple[Name, LocalValue]:
-        """A gradient in a dtype and, where a fused kernel is to read it as it was made, row by row."""
+        """A gradient in a dtype and, where a fused kernel is to read it as it was made, row by row.
+
+        Args:
+            name, out, value, m, index: as of `begin`.
+            dtype: that it is to have.
+        """
         layouts = self.rank.holding.params[name]
         rows = layouts.update_tier in self.fused and not layouts.grad_tier
         rows = rows and not is_contiguous(value.shape, value.strides)

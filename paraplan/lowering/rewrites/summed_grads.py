@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import SUM, SUMMED, Block, LocalValue, RankProgram, StepKind
 from paraplan.ir.model.graph import refs
 from paraplan.ir.process.memo import SESSION, Lately, Same

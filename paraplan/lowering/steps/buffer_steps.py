@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.machine.mesh import Layout, Partial, R, Shard

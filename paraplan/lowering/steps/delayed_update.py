@@ -26,7 +26,7 @@ from itertools import takewhile
 
 import msgspec
 
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
 
 

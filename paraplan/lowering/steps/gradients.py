@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from paraplan.ir.execution.names import Name, accumulator
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import accumulator
 from paraplan.ir.execution.rank_program import LocalValue, StepKind
 from paraplan.ir.execution.schedule import Action
 from paraplan.ir.machine.reshard import Move

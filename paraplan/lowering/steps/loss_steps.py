@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import LOSS, LOSS_SCALE, Name
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import LOSS, LOSS_SCALE
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.machine.mesh import Layout, R
 from paraplan.ir.machine.reshard import reshard_path

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from paraplan.ir.execution.names import Name, grouped
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import grouped
 from paraplan.ir.execution.rank_program import LocalValue, StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.ir.machine.reshard import Move

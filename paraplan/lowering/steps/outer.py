@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import msgspec
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import LOSS_SCALE, Name, Role
+from paraplan.ir.execution.name import Name, Role
+from paraplan.ir.execution.names import LOSS_SCALE
 from paraplan.ir.execution.rank_program import OuterValue, Step, StepKind
 from paraplan.ir.machine.mesh import Layout, R, is_view_of, layout_text, local_shape, parse_layout
 from paraplan.ir.model.program import Program, master_dtype

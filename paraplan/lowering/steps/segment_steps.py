@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.ir.machine.mesh import R, parse_layout

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, RankProgram, Step, StepKind, Transfer
 from paraplan.ir.execution.streams import Channel
 from paraplan.ir.machine.mesh import R

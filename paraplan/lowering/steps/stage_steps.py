@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.lowering.blocks.backward_halves import half_of

@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack
 
-from paraplan.ir.execution.names import Name, under_way
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import under_way
 from paraplan.ir.execution.rank_program import Block, StagedUpdate, Step, StepKind
 
 Parted = tuple[Block | None, ...]
@@ -28,7 +29,13 @@ class BlockCache:
     _made: dict[str, dict[Hashable, Any]] = field(default_factory=dict)
 
     def get(self, stem: str, make: Callable[Concatenate[str, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What was made of this stem with these arguments; else it is made, under the stem's next name."""
+        """What was made of this stem with these arguments; else it is made, under the stem's next name.
+
+        Args:
+            stem: that names begin with.
+            make: a block of a name and these arguments.
+            args, kwargs: that it is known by.
+        """
         made = self._made.setdefault(stem, {})
         key = (args, tuple(kwargs.items()))
         if key not in made:
@@ -98,7 +105,13 @@ class StepWriter:
         microbatch: int = -1,
         **fields: Unpack[StepFields],
     ) -> None:
-        """Write a step: a `Step` of these fields."""
+        """Write a step: a `Step` of these fields.
+
+        Args:
+            kind: of the step.
+            microbatch: that it is of; as many as there are for all of them, -1 for none.
+            fields: the others of `Step`.
+        """
         microbatch = -1 if microbatch == self._num_microbatches else microbatch
         self.steps.append(Step(kind=kind, action=self.action, microbatch=microbatch, **fields))
 

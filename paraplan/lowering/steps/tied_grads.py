@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.machine.mesh import Layout, R, parse_layout
 from paraplan.lowering.blocks.forward import Given

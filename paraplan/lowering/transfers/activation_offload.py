@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paraplan.ir.execution.names import Name, saved
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import saved
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.model.strides import contiguous_strides, is_dense
 from paraplan.ir.model.tensor import TensorSpec

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.execution.names import Name, value
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import value
 from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.program import Program

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.machine.reshard import Move

@@ -20,7 +20,8 @@ from paraplan.ir.machine.mesh import Layout, Placement, R, Shard, layout_text, p
 from paraplan.ir.model.graph import Graph, Op, Phase, arg_text
 from paraplan.ir.model.program import ParamSpec, Program, SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import KindChoice, ParamLayouts, Plan, Stage
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, Plan, Stage
 from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.lowering.rewrites.float8_casts import CAST, SCALE
 

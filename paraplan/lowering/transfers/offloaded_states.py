@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.machine.mesh import local_shape, parse_layout
 from paraplan.ir.model.program import ParamSpec
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.lowering.blocks.finish import finish_block
 from paraplan.lowering.blocks.small_blocks import restore_block
 from paraplan.lowering.steps.step_writer import Flight, StepWriter

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue, StagedUpdate, StepKind
 from paraplan.ir.machine.mesh import local_shape, parse_layout
 from paraplan.ir.model.program import ParamSpec
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import Optimizer, ParamLayouts
+from paraplan.ir.optimizer import Optimizer
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.lowering.blocks.finish import finish_block
 from paraplan.lowering.steps.step_writer import Flight
 from paraplan.lowering.transfers.flights import Flights, Stop

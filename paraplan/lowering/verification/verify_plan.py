@@ -16,7 +16,9 @@ from paraplan.ir.machine.mesh import PADDED_SHARE, Mesh, Partial, is_shardable, 
 from paraplan.ir.machine.reshard import only_gathers
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.program import HALVES, trained_params
-from paraplan.ir.plan import OPTIMIZERS, PLAN_VERSION, REDUCE_DTYPES, ParamLayouts, Plan, Stage
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import PLAN_VERSION, REDUCE_DTYPES, Plan, Stage
 from paraplan.lowering import lower
 from paraplan.lowering.blocks.remat import remat_of
 from paraplan.lowering.verification.verify_program import verify_program

@@ -31,7 +31,13 @@ def planned(what: str, plan: Plan, estimated_s: float | None = None, pins: dict[
 
 
 def in_vain(what: str, fault: object, estimated_s: float | None = None) -> Tried:
-    """What no plan was found of, and why, cut short."""
+    """What no plan was found of, and why, cut short.
+
+    Args:
+        what: was planned, in words.
+        fault: why there is no plan.
+        estimated_s: what its step was estimated at; None where it was not.
+    """
     said = str(fault)
     return Tried(
         what=what, estimated_s=estimated_s, why=said if len(said) <= _MOST_SAID else f"{said[: _MOST_SAID - 3]}..."
@@ -39,7 +45,13 @@ def in_vain(what: str, fault: object, estimated_s: float | None = None) -> Tried
 
 
 def slower(what: str, least_s: float, estimated_s: float | None = None) -> Tried:
-    """A pipeline that was left once its first microbatches said that it takes longer than the best plan."""
+    """A pipeline that was left once its first microbatches said that it takes longer than the best plan.
+
+    Args:
+        what: was planned, in words.
+        least_s: about what its step takes.
+        estimated_s: what its step was estimated at; None where it was not.
+    """
     return Tried(what=what, estimated_s=estimated_s, why=f"left at about {least_s:.4g} s")
 
 

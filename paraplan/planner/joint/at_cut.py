@@ -138,7 +138,15 @@ def short_of(
     taken: Sequence[int],
 ) -> tuple[Short, ...]:
     """What memory makes of positions' loads: of one that is over, what it makes again for every byte it is over by; of
-    one that is not, were it to be, the least of others'. `stages` recompute nothing, `taken` is what they have to."""
+    one that is not, were it to be, the least of others'.
+
+    Args:
+        positions: of the pipeline, in order.
+        bounds: per stage, its segments.
+        stages: their costs with nothing recomputed.
+        orders: of the schedule.
+        taken: per segment, the number of the option to recompute that it has to take; () where nothing is recomputed.
+    """
     peaks = orders.peak_bytes(tuple(stages))
     own_s, again = [], []
     for position, mine in enumerate(orders.held):
@@ -161,7 +169,13 @@ def step_ended_s(
     found: Ended,
 ) -> float:
     """When the last position has reduced its gradients and updated: those of a stage that hands a gradient on from
-    its last backward's end, those of the first beside it."""
+    its last backward's end, those of the first beside it.
+
+    Args:
+        positions, bounds, orders: as of `short_of`.
+        stages: their costs, with what they recompute.
+        found: when stages end.
+    """
     over_s, ended_s, gathered_s = found.stage_s, found.step_s, 0.0
     for position, mine in enumerate(orders.held):
         prices, link_s = positions[position].prices, 0.0

@@ -35,6 +35,11 @@ class ClosedForm:
         Fill and drain are (pp - 1) / (microbatches · stages a position) of the work, less what a schedule's split
         backwards or second direction fill (`FILLED`), and every hop of a first and a last microbatch. Infinite where
         what a position keeps does not fit.
+
+        Args:
+            combination: degrees, schedule and microbatches.
+            totals: of the sharding that its positions have.
+            mesh_shape: of a position.
         """
         pp, each = combination.pp, combination.each
         replicas = NAMED[combination.schedule].num_replicas

@@ -138,7 +138,13 @@ def _degrees(constraints: Constraints, n: int) -> tuple[int, ...]:
 
 
 def inner_meshes(devices: int, per_node: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
-    """Of a position: what is pinned, or one axis, and two with the inner one inside a node."""
+    """Of a position: what is pinned, or one axis, and two with the inner one inside a node.
+
+    Args:
+        devices: of a position.
+        per_node: devices of a node.
+        constraints: that pin its axes, or do not.
+    """
     pinned = (constraints.mesh, constraints.dp, constraints.tp, constraints.cp, constraints.ep, constraints.zero)
     if any(each is not None for each in pinned):
         yield ()
@@ -152,7 +158,13 @@ def inner_meshes(devices: int, per_node: int, constraints: Constraints) -> Itera
 
 
 def replica_counts(constraints: Constraints, mesh: tuple[int, ...], devices: int, per_node: int) -> tuple[int, ...]:
-    """Over how many ranks the batch may be thought to be shared out: an axis inside a node may also be a tensor's."""
+    """Over how many ranks the batch may be thought to be shared out: an axis inside a node may also be a tensor's.
+
+    Args:
+        constraints: that pin the axes, or do not.
+        mesh: as `inner_meshes` gave it; () where it is pinned.
+        devices, per_node: as of `inner_meshes`.
+    """
     if mesh:
         return (mesh[0], 1) if len(mesh) == 1 and 1 < devices <= per_node else (mesh[0],)
     if constraints.mesh is not None:
@@ -161,7 +173,13 @@ def replica_counts(constraints: Constraints, mesh: tuple[int, ...], devices: int
 
 
 def microbatch_counts(job: Job, constraints: Constraints, replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """Microbatches, the most first."""
+    """Microbatches, the most first.
+
+    Args:
+        job: what is planned.
+        constraints: that pin the count, or do not.
+        replicas: as `replica_counts` gave them.
+    """
     if constraints.microbatches is not None:
         return (constraints.microbatches,)
     batch = job.program.batch_size

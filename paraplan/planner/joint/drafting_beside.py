@@ -20,9 +20,8 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.drafting import Drafting
-from paraplan.planner.joint.estimate import Estimate
+from paraplan.planner.joint.estimate import Estimate, EstimateNumbers
 from paraplan.planner.joint.pricing import Packed, Pricing
-from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower, whole_of
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -33,16 +32,14 @@ class PackedEstimate:
     """An estimate that fits, without the job.
 
     Attributes:
-        combination, step_s, bounds, taken, is_recut: as of `Estimate`.
+        combination: as of `Estimate`.
+        numbers: what it comes to.
         prices: its own.
         others: what else was priced for its combination.
     """
 
     combination: Combination
-    step_s: float
-    bounds: Bounds
-    taken: tuple[int, ...]
-    is_recut: bool
+    numbers: EstimateNumbers
     prices: Packed
     others: tuple[Packed, ...] = ()
 
@@ -50,15 +47,14 @@ class PackedEstimate:
     def of(estimate: Estimate, pricing: Pricing) -> PackedEstimate:
         """An estimate, of what was priced."""
         others = tuple(Packed.of(each) for each in pricing.of(estimate.combination) if each is not estimate.prices)
-        own, at = Packed.of(estimate.prices), (estimate.bounds, estimate.taken, estimate.is_recut)
-        return PackedEstimate(estimate.combination, estimate.step_s, *at, own, others)
+        return PackedEstimate(estimate.combination, estimate.numbers, Packed.of(estimate.prices), others)
 
     def estimate(self, pricing: Pricing) -> Estimate:
         """It, with its job, its combination being priced as it was."""
         part = pricing.position(self.combination)[0]
         own, *others = (each.prices(part) for each in (self.prices, *self.others))
         pricing.prices.setdefault(pricing.kind(self.combination), (own, *others))
-        return Estimate(self.combination, self.step_s, 0, self.bounds, own, self.taken, self.is_recut)
+        return self.numbers.priced(self.combination, own)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ class Estimate:
     is_recut: bool = False
 
     @property
+    def numbers(self) -> EstimateNumbers:
+        """It without what was priced, as processes tell it each other."""
+        return EstimateNumbers(self.step_s, self.over_bytes, self.bounds, self.taken, self.is_recut)
+
+    @property
     def rank(self) -> tuple[float, int]:
         """By which the most promising come first: those that fit by their step, the others by what they are over."""
         return self.step_s, self.over_bytes
@@ -69,6 +74,24 @@ class Estimate:
         that do not."""
         family = self.combination.family
         return family if family == ONE_STAGE or not self.taken else f"{family}, recomputing"
+
+
+class EstimateNumbers(NamedTuple):
+    """An estimate without its combination and prices.
+
+    Attributes:
+        step_s, over_bytes, bounds, taken, is_recut: as of `Estimate`.
+    """
+
+    step_s: float
+    over_bytes: int
+    bounds: Bounds
+    taken: tuple[int, ...]
+    is_recut: bool
+
+    def priced(self, combination: Combination, prices: StagePrices) -> Estimate:
+        """The estimate of a combination, with its prices."""
+        return Estimate(combination, self.step_s, self.over_bytes, self.bounds, prices, self.taken, self.is_recut)
 
 
 class _AtCut(NamedTuple):
@@ -93,6 +116,10 @@ class Pricer(ClosedForm):
     def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
         """What a combination comes to; None where its stages cannot be cut.
 
+        Args:
+            combination: degrees, schedule and microbatches.
+            prices: of a sharding for its positions.
+            mesh_shape: of a position.
         Raises:
             ConstraintError: its schedule does not take its microbatches.
         """

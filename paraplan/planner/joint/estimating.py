@@ -6,14 +6,12 @@ Orders of combinations are simulated by this process and those beside it, a batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paraplan.ir.errors import ParaplanError
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.estimate import Estimate, Pricer
+from paraplan.planner.joint.estimate import Estimate, EstimateNumbers, Pricer
 from paraplan.planner.joint.pricing import Packed, Pricing
-from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.stage_prices import StagePrices
 
 ESTIMATED, FEWEST = 40, 20
@@ -22,21 +20,6 @@ ESTIMATED_SHARE = 0.55
 """Of the time limit, after which nothing else is estimated."""
 BATCH = 10
 """Combinations handed out at once."""
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """An estimate without its prices.
-
-    Attributes:
-        step_s, over_bytes, bounds, taken, is_recut: as of `Estimate`.
-    """
-
-    step_s: float
-    over_bytes: int
-    bounds: Bounds
-    taken: tuple[int, ...]
-    is_recut: bool
 
 
 def estimate_best(
@@ -88,14 +71,13 @@ def _batch(
         if isinstance(numbers, str):
             faults.append(ParaplanError(numbers))
         elif numbers is not None:
-            step_s, over_bytes, bounds = numbers.step_s, numbers.over_bytes, numbers.bounds
-            found.append(Estimate(combination, step_s, over_bytes, bounds, prices, numbers.taken, numbers.is_recut))
+            found.append(numbers.priced(combination, prices))
     return found
 
 
 def numbers_of(
     pricing: Pricing, combination: Combination, at: int, known: tuple[Packed, ...], share: float = 1.0
-) -> Numbers | str | None:
+) -> EstimateNumbers | str | None:
     """What a combination comes to, of this process or another; None where its stages cannot be cut, and why where it
     is not estimated.
 
@@ -115,6 +97,4 @@ def numbers_of(
         found = pricer.estimate(combination, prices, pricing.mesh_shape(combination, prices.shape))
     except ParaplanError as fault:  # of one candidate: others are estimated
         return str(fault)
-    if found is None:
-        return None
-    return Numbers(found.step_s, found.over_bytes, found.bounds, found.taken, found.is_recut)
+    return None if found is None else found.numbers

@@ -308,10 +308,19 @@ class Packed:
 def packed_prices(
     pricing: Pricing, combination: Combination, combinations: Sequence[Combination], best_s: float
 ) -> tuple[Packed, ...]:
-    """As `Pricing.priced`, of a process; nothing where there are none."""
+    """As `Pricing.priced`, of a process; nothing where there are none.
+
+    Args:
+        pricing: this process' own.
+        combination, combinations, best_s: as of `Pricing.priced`.
+    """
     return tuple(Packed.of(each) for each in pricing.priced(combination, combinations, best_s))
 
 
 def pricing_beside(job: Job, constraints: Constraints, budget: int, deadline: Deadline) -> Pricing:
-    """What a worker prices with."""
+    """What a worker prices with.
+
+    Args:
+        job, constraints, budget, deadline: as of `Pricing`; a worker reports no progress.
+    """
     return Pricing(job, constraints, budget, lambda _: None, deadline)

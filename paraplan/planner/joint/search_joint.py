@@ -125,6 +125,10 @@ class JointSearch:
     def found(self, listed: Sequence[Combination], one_stage: OneStage, certify: bool = True) -> tuple[Draft, ...]:
         """The fastest plan of one stage or of some combinations, made, and the others, the faster first.
 
+        Args:
+            listed: combinations, all those in question.
+            one_stage: the search of plans without a pipeline.
+            certify: whether a lower bound is proved.
         Raises:
             SolverLimitError: nothing was found; says what was tried, and what the search of one stage said.
         """

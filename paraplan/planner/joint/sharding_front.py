@@ -60,7 +60,13 @@ def front(
 
 
 def with_price(network: Network, held: Row, per_byte: float) -> Network:
-    """The network whose first stream has a price on what is held as well."""
+    """The network whose first stream has a price on what is held as well.
+
+    Args:
+        network: whose first stream is priced.
+        held: bytes by variable and choice.
+        per_byte: seconds.
+    """
     prices = list(network.prices)
     for variable, amounts in held.held.items():
         prices[variable] = prices[variable].copy()

@@ -54,7 +54,16 @@ class ScheduleWithCopies:
 def plan_joint(
     problem: MemoryProblem, budget_bytes: int, instants: set[int], known: Residency | None, deadline: float, gap: float
 ) -> ScheduleWithCopies:
-    """Copies with reruns, and copies alone, from some instants on; `known`: the best without copies."""
+    """Copies with reruns, and copies alone, from some instants on.
+
+    Args:
+        problem: ops, tensors and tiers.
+        budget_bytes: that may be held.
+        instants: at which memory is looked at first; more are added as they are found to matter.
+        known: the best schedule without copies; None where there is none.
+        deadline: `time.perf_counter()` at which to stop.
+        gap: relative, at which the solver stops.
+    """
     search = _JointSearch(problem, budget_bytes, deadline, gap)
     if known is not None:
         search.best_s = problem.compute_s + known.recomputed_s

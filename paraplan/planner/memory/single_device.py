@@ -64,9 +64,12 @@ def memory_tiers(cluster: ClusterSpec, names: Iterable[str] = TIERS) -> tuple[Ti
 
 
 def memory_problem(plan: Plan, tiers: tuple[Tier, ...] = (), beside_bytes: int = 0) -> MemoryProblem:
-    """What is to be planned of a plan's step; any schedule it has already is left out. `beside_bytes` are there all the
-    time and no part of the plan.
+    """What is to be planned of a plan's step; any schedule it has already is left out.
 
+    Args:
+        plan: of one device.
+        tiers: that tensors may be copied to.
+        beside_bytes: that are there all the time and no part of the plan.
     Raises:
         InvalidPlanError: the plan is for several devices.
     """

@@ -31,6 +31,11 @@ class Handing:
         """Seconds of a microbatch of what the segments before `stop` make, from one position to another.
 
         Between meshes of one shape every rank sends a part; else a rank sends and receives what it holds.
+
+        Args:
+            source, target: positions.
+            stop: the segment before which the pipeline is cut.
+            microbatches: of the step.
         """
         program = source.prices.sharding.job.program
         if source.mesh == target.mesh or not 0 < stop < len(program.segments):
@@ -69,7 +74,13 @@ class Handing:
 
 
 def message_s(cluster: ClusterSpec, source: Mesh, target: Mesh, nbytes: int) -> float:
-    """Seconds of one message between ranks of two meshes: over the slowest of the links of their first and last."""
+    """Seconds of one message between ranks of two meshes: over the slowest of the links of their first and last.
+
+    Args:
+        cluster: of both meshes.
+        source, target: meshes.
+        nbytes: of the message.
+    """
     found = 0.0
     for pair in ((source.devices[0], target.devices[0]), (source.devices[-1], target.devices[-1])):
         level, backend = cluster.span(pair), cluster.group_of(pair[0]).device.backend

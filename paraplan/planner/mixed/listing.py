@@ -80,7 +80,13 @@ def position_parts(cluster: ClusterSpec, inner: Constraints) -> dict[int, Cluste
 
 
 def span_options(job: Job, constraints: Constraints, group: int) -> dict[Span, frozenset[int]]:
-    """How a group's devices may be divided into positions, each with the microbatches that it can take."""
+    """How a group's devices may be divided into positions, each with the microbatches that it can take.
+
+    Args:
+        job: what is planned.
+        constraints: pinned.
+        group: number of the group.
+    """
     cluster, inner, found = cluster_of(job.cluster, (group,)), inner_constraints(constraints), {}
     for count, part in position_parts(cluster, inner).items():
         per_node = part.groups[0].devices_per_node
@@ -117,7 +123,14 @@ def scheduled(
     job: Job, constraints: Constraints, spans: tuple[Span, ...], microbatches: int
 ) -> Iterator[MixedPipeline]:
     """The pipelines of some spans in this order: every schedule that takes them, with every number of stages a
-    position."""
+    position.
+
+    Args:
+        job: what is planned.
+        constraints: pinned.
+        spans: of devices, in the order of stages.
+        microbatches: of the step.
+    """
     segments, micro = len(job.program.segments), program_micro(job.program, microbatches)
     pp = sum(span.count for span in spans)
     asked = len(constraints.stages) if constraints.stages else None

@@ -40,7 +40,13 @@ def least_s(pipeline: MixedPipeline, share_s: float) -> float:
 
 
 def quick_s(pipeline: MixedPipeline, positions: Sequence[Position], handing: Handing) -> float:
-    """The closed form; infinite where the model does not fit."""
+    """The closed form; infinite where the model does not fit.
+
+    Args:
+        pipeline: spans, schedule and microbatches.
+        positions: of it, priced, in order.
+        handing: prices of messages between them.
+    """
     share_s = _share_s(pipeline, positions)
     if math.isinf(share_s):
         return math.inf

@@ -79,12 +79,24 @@ class SpanPrices:
         return () if pricing is None else pricing.of(_combination(span, microbatches))
 
     def mesh_shape(self, span: Span, microbatches: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The mesh of a position, of one that was priced."""
+        """The mesh of a position, of one that was priced.
+
+        Args:
+            span: of devices.
+            microbatches: of the step.
+            shape: of the mesh that was priced.
+        """
         return self._pricings[self._kind(span.group)].mesh_shape(_combination(span, microbatches), shape)
 
     def there(self, span: Span, microbatches: int, prices: StagePrices) -> StagePrices | None:
         """Prices of a sharding on a span's own mesh, where its dims may not divide (see `divides`); None where there is
-        no such mesh."""
+        no such mesh.
+
+        Args:
+            span: of devices.
+            microbatches: of the step.
+            prices: of another mesh.
+        """
         key = (span, microbatches, id(prices))
         if key not in self._there:
             pricing = self._pricings[self._kind(span.group)]

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from paraplan.ir.plan import Plan
-from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
+from paraplan.ir.step_options import ROOMY
 from paraplan.planner.assemble import Job, decided
 from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints
@@ -33,7 +33,7 @@ def refitted(job: Job, plan: Plan, constraints: Constraints, limit_bytes: int, w
     job = replace(job, program=plan.program, compiled=plan.compiled, reduce_dtype=plan.reduce_dtype)
     fixed = bool(constraints.params)
     known = decided(plan, plan.stages[0].mesh)
-    decisions = replace(known, bundle_bytes=BUNDLE_BYTES, params_ahead=True, fixed=fixed)
+    decisions = replace(known, options=ROOMY, fixed=fixed)
     found = fit_split(job, decisions, limit_bytes, (), time.perf_counter() + within_s)
     if isinstance(found, Unfit):
         return None

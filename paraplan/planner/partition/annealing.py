@@ -87,7 +87,14 @@ class Annealer:
         self.loads += self.pays[:, None] * np.einsum("n,ndc->dc", self.cost, cut)
 
     def run(self, steps: int, schedule: Schedule, target: float, deadline: float) -> float:
-        """Cool once in so many steps, ending early at a target or a deadline; the best load of all chains so far."""
+        """Cool once in so many steps, ending early at a target or a deadline; the best load of all chains so far.
+
+        Args:
+            steps: until it is cold.
+            schedule: of heat and of the power that loads are compared in.
+            target: load that is good enough.
+            deadline: `time.perf_counter()` at which to stop.
+        """
         average = max(float(self.loads[self.pays].mean()), 1e-30) if self.pays.any() else 1.0
         for step in range(steps):
             if step % 32 == 0:

@@ -97,7 +97,13 @@ class HybridProblem:
         return 4 * (data_degree - 1) / data_degree / self.microbatches / self.bytes_per_s
 
     def stage_costs(self, inside: Bools, degree: TensorDegree, data_degree: int) -> Floats:
-        """[node of the stage, variant] what it adds to the stage's time."""
+        """[node of the stage, variant] what it adds to the stage's time.
+
+        Args:
+            inside: [node] whether it is the stage's.
+            degree: costs at the stage's tensor parallelism.
+            data_degree: replicas of the stage.
+        """
         moved = np.zeros_like(degree.time_s)
         if self.edges:
             entering = inside[self.targets] & ~inside[self.sources]
@@ -111,7 +117,13 @@ class HybridProblem:
     def stage(
         self, inside: Bools, degree: TensorDegree, data_degree: int, in_flight: int, enough: float | None = None
     ) -> VariantChoice | None:
-        """The fastest choice of variants that fits (`choose_variants`)."""
+        """The fastest choice of variants that fits (`choose_variants`).
+
+        Args:
+            inside, degree, data_degree: as of `stage_costs`.
+            in_flight: microbatches that the stage holds at once.
+            enough: seconds that are good enough; None for the least.
+        """
         nodes = np.flatnonzero(inside)
         memory = degree.per_microbatch_bytes[nodes] * in_flight + degree.always_bytes[nodes]
         return choose_variants(self.stage_costs(inside, degree, data_degree), memory, self.memory_bytes, enough)

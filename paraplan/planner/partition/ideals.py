@@ -48,6 +48,10 @@ def topological_order(
 ) -> list[int]:
     """Nodes so that edges go forward; of those that may come next, the least by a key.
 
+    Args:
+        num_nodes: numbered from 0.
+        edges: (from, to).
+        key: of a node; None: its number.
     Raises:
         ValueError: there is a cycle.
     """
@@ -72,7 +76,13 @@ def topological_order(
 
 
 def all_ideals(num_nodes: int, edges: Sequence[tuple[int, int]], limit: int) -> Ideals | None:
-    """Every ideal; None where there are more than a limit."""
+    """Every ideal; None where there are more than a limit.
+
+    Args:
+        num_nodes: numbered from 0.
+        edges: (from, to).
+        limit: ideals at most.
+    """
     topological_order(num_nodes, edges)
     needs, after = [0] * num_nodes, [[] for _ in range(num_nodes)]  # type: tuple[list[int], list[list[int]]]
     for source, target in edges:

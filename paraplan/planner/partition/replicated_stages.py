@@ -66,6 +66,10 @@ class ReplicatedStages:
 def partition_states(states: States, machines: int, bytes_per_s: float) -> ReplicatedStages:
     """The stages whose slowest takes least, on exactly as many machines.
 
+    Args:
+        states: of the graph, with their costs.
+        machines: that all are used.
+        bytes_per_s: of the links between them.
     Raises:
         ValueError: there is no state, or no machine.
     """

@@ -20,7 +20,7 @@ from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.plan import KindChoice, Plan, Stage
 from paraplan.lowering.blocks.forward import chosen_strategies
-from paraplan.rules.choices import axis_part
+from paraplan.rules.choices import axis_part, axis_texts
 from paraplan.rules.expansions.overlap import GATHER, PRODUCTS, SCATTER, Pieces
 from paraplan.rules.strategies import Strategy, dims_of, is_expanded, strategy_named
 from paraplan.rules.time_axis import KindMicro, program_micro
@@ -118,7 +118,7 @@ def _keys(
     """
     rows = dims_of(op, graph.values).inputs[0][:-1]
     columns, contracted = PRODUCTS[op.target]
-    parts = strategy.key.split("|")
+    parts = axis_texts(strategy.key)
     for axis, part in enumerate(parts):
         wanted, found = strategy.inputs[0], home
         made, final = strategy.computed[0], strategy.outputs[0]

@@ -10,7 +10,8 @@ from paraplan.ir.machine.mesh import local_shape, parse_layout
 from paraplan.ir.machine.tiers import TIERS, is_in_files
 from paraplan.ir.model.program import master_dtype, trained_params
 from paraplan.ir.model.tensor import DTYPE_BYTES
-from paraplan.ir.plan import ParamLayouts, Plan
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sharding.solve import Candidate

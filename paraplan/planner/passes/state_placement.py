@@ -29,7 +29,8 @@ from paraplan.ir.machine.reshard import only_gathers
 from paraplan.ir.machine.tier_placement import HERE, PLACEMENTS, TierPlacement
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.program import trained_params
-from paraplan.ir.plan import ParamLayouts, Plan, Stage
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import Plan, Stage
 
 MOST = 64
 """Plans simulated."""

@@ -12,7 +12,8 @@ from paraplan.ir.machine.mesh import Mesh, make_mesh
 from paraplan.ir.model.program import Program
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.rules.strategies import dims_of, mesh_choices, op_signature
+from paraplan.rules.graph_strategies import op_signature
+from paraplan.rules.strategies import dims_of, mesh_choices
 
 MOST_OPTIONS = 5_000
 """Op strategies (about) up to which every split into three axes is tried."""

@@ -23,7 +23,13 @@ MOST_ORDERED = 64
 
 
 def usual_counts(program: Program, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
-    """The pinned count, or powers of two, fewest first; 1 where the batch does not divide over the mesh's replicas."""
+    """The pinned count, or powers of two, fewest first; 1 where the batch does not divide over the mesh's replicas.
+
+    Args:
+        program: whose batch is cut.
+        constraints: that pin the count, or do not.
+        mesh: whose replicas share a microbatch.
+    """
     if constraints.microbatches is not None:
         return (constraints.microbatches,)
     batch, replicas = program.batch_size, _replicas(mesh)
@@ -31,7 +37,11 @@ def usual_counts(program: Program, constraints: Constraints, mesh: Mesh) -> tupl
 
 
 def other_counts(program: Program, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
-    """Every other count in which each replica has as many rows as any, fewest first; nothing where it is pinned."""
+    """Every other count in which each replica has as many rows as any, fewest first; nothing where it is pinned.
+
+    Args:
+        program, constraints, mesh: as of `usual_counts`.
+    """
     if constraints.microbatches is not None:
         return ()
     usual = usual_counts(program, constraints, mesh)
@@ -39,7 +49,11 @@ def other_counts(program: Program, constraints: Constraints, mesh: Mesh) -> tupl
 
 
 def most_to_order(program: Program, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
-    """Counts whose steps are short enough to be ordered op by op, most first: usual ones, and another."""
+    """Counts whose steps are short enough to be ordered op by op, most first: usual ones, and another.
+
+    Args:
+        program, constraints, mesh: as of `usual_counts`.
+    """
     others = [m for m in other_counts(program, constraints, mesh) if m <= MOST_ORDERED][-1:]
     return tuple(sorted({*others, *usual_counts(program, constraints, mesh)}, reverse=True))
 

@@ -20,7 +20,15 @@ def usual_schedule(program: Program, constraints: Constraints) -> str:
 
 
 def check_turns(program: Program, m: int, name: str, schedule: Schedule, num_stages: int) -> None:
-    """Whether a schedule runs what reads all microbatches: a loss after all forwards, a buffer in one group."""
+    """Whether a schedule runs what reads all microbatches: a loss after all forwards, a buffer in one group.
+
+    Args:
+        program: that runs.
+        m: microbatches.
+        name: of the schedule, for the message.
+        schedule: complete.
+        num_stages: of it.
+    """
     micro = program_micro(program, m)
     if micro.has_tail and not takes_turns(schedule, num_stages - 1):
         raise ConstraintError(
@@ -44,6 +52,12 @@ def first_microbatches(
     """How many microbatches, and their orders: the pinned count, or the first of 4, 2 and 1 times the positions, and of
     fewer, that the batch divides into (over pinned data-parallel ranks too) and the schedule takes.
 
+    Args:
+        program: whose batch is cut.
+        constraints: that pin the count, or do not.
+        name: of the schedule.
+        positions: of the pipeline.
+        each: stages a position.
     Raises:
         ConstraintError: the schedule takes none, or `each` stages a position.
     """
@@ -61,6 +75,14 @@ def first_microbatches(
 
 
 def count_stages(constraints: Constraints, positions: int, name: str, segments: int) -> int:
+    """Stages of a pipeline: as many as are pinned, or as the schedule has for every position.
+
+    Args:
+        constraints: with stages that are pinned, or none.
+        positions: of the pipeline.
+        name: of the schedule.
+        segments: of the model.
+    """
     each = NAMED[name].stages if name in NAMED else 1
     count = len(constraints.stages) if constraints.stages else positions * each
     if count % positions:

@@ -38,7 +38,7 @@ def _cut(program: Program, whole: Stage, first: int, stop: int, mesh: Mesh) -> S
     used = tuple(dict.fromkeys(chosen))
     segments = program.segments[first:stop]
     params = {name for segment in segments for name in segment.params}
-    batch = {name for segment in segments for name in segment.inputs} | _counted(program, whole, first, stop)
+    batch = {name for segment in segments for name in segment.inputs} | _counted(program, first, stop)
     return Stage(
         first=first,
         stop=stop,
@@ -50,7 +50,7 @@ def _cut(program: Program, whole: Stage, first: int, stop: int, mesh: Mesh) -> S
     )
 
 
-def _counted(program: Program, whole: Stage, first: int, stop: int) -> set[str]:
+def _counted(program: Program, first: int, stop: int) -> set[str]:
     """What the denominators of the loss terms made in some segments read."""
     made = {name for segment in program.segments[first:stop] for name in segment.outputs}
     needed = {term.denominator for term in program.loss if term.numerator in made and term.denominator is not None}

@@ -254,7 +254,8 @@ class PipelineCase:
         return realised(self._plan(sharding, bounds, activations, 1))
 
     def _plan(self, sharding: Sharding, bounds: Bounds, activations: Activations, every: int) -> Plan:
-        decisions = replace(sharding.decisions, activations=activations, params_ahead=self.params_ahead)
+        options = sharding.decisions.options.but(params_ahead=self.params_ahead)
+        decisions = replace(sharding.decisions, activations=activations, options=options)
         whole = assemble(self.part, decisions)
         whole = msgspec.structs.replace(whole, reduce_every=every, reducing_bytes=self.budget // ROOM)
         return pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders))

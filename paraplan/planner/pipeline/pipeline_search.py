@@ -96,7 +96,14 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
 
 
 def search_from(job: Job, constraints: Constraints, shardings: Shardings, start: Start) -> Draft | Slower:
-    """As `search_pipeline`, from what is known, and not made whole yet; `Slower` where that is enough to leave it."""
+    """As `search_pipeline`, from what is known, and not made whole yet; `Slower` where that is enough to leave it.
+
+    Args:
+        job: what is planned.
+        constraints: with pipeline degree and schedule pinned.
+        shardings: made so far for positions, to be shared.
+        start: what is known.
+    """
     if constraints.schedule == SEARCHED:
         return Draft.of(_searched(job, constraints, shardings))
     case = replace(case_of(job, constraints), memory=start.memory)

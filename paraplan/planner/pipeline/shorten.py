@@ -71,7 +71,13 @@ def runs_of(plan: Plan) -> tuple[Run, ...]:
 
 
 def shortened(plan: Plan, runs: Sequence[Run], more: Run | None = None) -> Shortened:
-    """The plan with four periods of every run, of one of them with five."""
+    """The plan with four periods of every run, of one of them with five.
+
+    Args:
+        plan: of one stage.
+        runs: of segments that repeat, in order.
+        more: the one that keeps a period more; None: none does.
+    """
     program, stage = plan.program, plan.stages[0]
     stands_for = list(range(len(program.segments)))
     renamed: dict[str, str] = {}

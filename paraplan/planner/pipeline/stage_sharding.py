@@ -41,7 +41,13 @@ class Shardings:
     _found: dict[tuple[int, bytes, float | None], Sharding] = field(default_factory=dict)
 
     def get(self, job: Job, constraints: Constraints, kept_bytes: float | None = None) -> Sharding:
-        """The sharding of a stage's devices (see `Choose`); one that keeps less lies on the mesh of the first."""
+        """The sharding of a stage's devices (see `Choose`); one that keeps less lies on the mesh of the first.
+
+        Args:
+            job: on a stage's devices.
+            constraints: pinned for it.
+            kept_bytes: that it may keep all the time; None: as it likes.
+        """
         devices, pins = job.cluster.num_devices, msgspec.json.encode(constraints)
         key = (devices, pins, kept_bytes)
         if key not in self._found:

@@ -26,6 +26,7 @@ from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
+from paraplan.ir.step_options import StepOptions
 from paraplan.ir.struct import to_json
 from paraplan.lowering import lower_alone
 
@@ -33,19 +34,15 @@ Actions = tuple[str, ...]
 MORE = 1
 """Microbatches looked at beyond those with which a rank is full."""
 _BACKWARD = (ActionKind.B, ActionKind.W)
-_OPTIONS = (
-    *("num_microbatches", "bundle_bytes", "reducing_bytes", "reduce_every", "sum_products", "hold_casts"),
-    *("delayed_update", "params_ahead", "states_ahead", "parted_messages"),
-)
-"""What of a plan differs between those of a job that are held against each other, beside its stages and schedule."""
 
 
 class _Key(NamedTuple):
-    """What hangs on what a rank class needs: its actions, the room it has, options of the plan, its stages."""
+    """What a rank class' need depends on, of plans of one job: its actions, the room it has, options, its stages."""
 
     actions: Actions
     room: int
-    options: tuple[object, ...]
+    num_microbatches: int
+    options: StepOptions
     stages: tuple[bytes, ...]
 
 
@@ -122,9 +119,9 @@ class ClassMemory:
         classes, held = plan.schedule.classes, holdings(plan)
         rooms = [-each for each in over_budget_bytes(plan, (0,) * len(classes), budget)] if self.reserves else []
         stages = [to_json(stage) for stage in plan.stages]
-        options = tuple(getattr(plan, name) for name in _OPTIONS)
+        options, count = plan.options, plan.num_microbatches
         return [
-            _Key(actions, room, options, tuple(stages[stage] for stage in held[of].stages))
+            _Key(actions, room, count, options, tuple(stages[stage] for stage in held[of].stages))
             for actions, room, of in zip(
                 classes,
                 rooms or [0] * len(classes),

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import msgspec
 
-from paraplan.cost_models.ops.roofline import is_free
+from paraplan.cost_models.ops.product_shapes import PRODUCTS
+from paraplan.cost_models.ops.roofline import is_free, op_name
 from paraplan.ir.model.graph import Phase, users
 from paraplan.ir.model.joined_segments import join
 from paraplan.ir.model.layers import layers_of
@@ -27,7 +28,10 @@ Fates = dict[str, str]
 """As `KindChoice.activations`."""
 
 _LINEARS = ("paraplan.linear", "paraplan.float8_linear")
-_DEAR = ("mm", "linear", "convolution", "attention", "einsum", "experts", "baddbmm", "addbmm", "product")
+_CORES = frozenset(
+    {"aten.bmm", "aten.baddbmm", "aten.mm", "aten.einsum", "paraplan.batched_product", "paraplan.attention"}
+)
+"""Products of what may be no parameter, and attention as one op."""
 
 
 def _full(kind: SegmentKind) -> Fates:
@@ -73,7 +77,7 @@ def _attention_core(kind: SegmentKind) -> list[int]:
             continue
         if op.tensors and fixed.issuperset(op.tensors):
             fixed.update(out for out in op.outs if out)
-        elif _is_product(op.target) and not fixed.intersection(op.tensors):
+        elif op_name(op.target) in _CORES and not fixed.intersection(op.tensors):
             products.add(index)
         follows = index in products or any(after.get(name) for name in op.tensors)
         after |= dict.fromkeys((out for out in op.outs if out), follows)
@@ -110,16 +114,9 @@ def _without_gradient(kind: SegmentKind, core: Set[int]) -> set[int]:
     return found
 
 
-def _is_product(target: str) -> bool:
-    name = target.split(".")[1]
-    return name in ("bmm", "baddbmm", "batched_product", "mm", "einsum") or name.startswith(
-        ("attention", "ring_attention")
-    )
-
-
 def _dear(kind: SegmentKind) -> set[str]:
     ops = kind.graph.ops
-    return {out for op in ops for out in op.outs if out and any(word in op.target.split(".")[1] for word in _DEAR)}
+    return {out for op in ops for out in op.outs if out and op_name(op.target) in PRODUCTS}
 
 
 def _seen(kind: SegmentKind, kept: set[str]) -> set[str]:

@@ -186,7 +186,9 @@ def _recomputing(
     made = realise(job, replace(decisions, activations=preset_activations(job.program, pinned)), limit_bytes)
     if made.peak_bytes > limit_bytes:
         return Unfit(made.plan, float(made.peak_bytes), peak_instant(made))
-    kept = realise(job, replace(decisions, bundle_bytes=made.plan.bundle_bytes)).simulation
+    kept = realise(
+        job, replace(decisions, options=decisions.options.but(bundle_bytes=made.plan.bundle_bytes))
+    ).simulation
     return Fitted(made.plan, made.simulation, work_s(made.simulation) - work_s(kept), peak_instant(made))
 
 

@@ -39,7 +39,14 @@ def fit_split(
     job: Job, decisions: Decisions, limit_bytes: float, tiers: Sequence[str] = (), stop: float = math.inf
 ) -> Fitted | Unfit:
     """A plan with these layouts, recomputation and splits: the fastest found, or the one that is closest to fitting.
-    After `stop` (`time.perf_counter()`) no faster one is looked for."""
+
+    Args:
+        job: what is planned.
+        decisions: layouts, and what is split at first.
+        limit_bytes: that a device may hold.
+        tiers: that activations may wait on.
+        stop: `time.perf_counter()` after which no faster one is looked for.
+    """
     best: Fitted | None = None
     closest: Unfit | None = None
     tried = decisions
@@ -64,7 +71,9 @@ def fit_split(
         return closest
     if not any(choice.split for choice in best.plan.stages[0].choices):
         return best
-    kept = realise(job, replace(decisions, bundle_bytes=best.plan.bundle_bytes)).simulation
+    kept = realise(
+        job, replace(decisions, options=decisions.options.but(bundle_bytes=best.plan.bundle_bytes))
+    ).simulation
     return replace(best, extra_s=work_s(best.simulation) - work_s(kept))
 
 

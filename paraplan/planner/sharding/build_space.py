@@ -18,7 +18,7 @@ from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.graph import Op, Phase
 from paraplan.ir.model.program import HALVES, SegmentKind, Source, producers, source_of
 from paraplan.ir.plan import REDUCE_DTYPES
-from paraplan.lowering.blocks.forward import extend, own_grads
+from paraplan.lowering.blocks.forward import own_grads
 from paraplan.planner.assemble import Job
 from paraplan.planner.decision_classes import GradClass, ParamClass, grad_classes, param_classes
 from paraplan.planner.sharding.layout_options import (
@@ -33,8 +33,9 @@ from paraplan.planner.sharding.param_memory import param_held
 from paraplan.planner.sharding.pins import Pins
 from paraplan.planner.sharding.prices import MeshPrices
 from paraplan.planner.sharding.space import Alike, End, Space, WantedValue, saved_as
-from paraplan.rules.strategies import AxisChoice, AxisKeys, op_signature, op_strategies
-from paraplan.rules.time_axis import KindMicro, dual, program_micro
+from paraplan.rules.graph_strategies import op_signature
+from paraplan.rules.strategies import AxisChoice, AxisKeys, op_strategies
+from paraplan.rules.time_axis import KindMicro, dual, extend, program_micro
 
 Dims = tuple[int, ...]
 

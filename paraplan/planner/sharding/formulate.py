@@ -97,8 +97,11 @@ def _twin(end: End, prices: list[Floats], factors: list[Factor]) -> int:
 def memory_rows(space: Space, limit: float, activations: bool = True, proof: bool = False) -> tuple[Row, ...]:
     """Memory at the loss, and at the update of every parameter that needs workspace; in units of the limit.
 
-    Without `activations` what is saved for the backward does not count. For a `proof` it counts at the least it may
-    take (`Space.saved_less`), elsewhere in the layout it is made in.
+    Args:
+        space: options and what each holds.
+        limit: bytes.
+        activations: whether what is saved for the backward counts.
+        proof: whether it counts at the least it may take (`Space.saved_less`), and not in the layout it is made in.
     """
     held = space.at_loss if activations else space.kept
     if activations and proof:

@@ -12,7 +12,7 @@ from paraplan.ir.machine.tier_placement import HERE, TierPlacement
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import BatchInput, SegmentKind, master_dtype
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.planner.decision_classes import ParamClass
 from paraplan.rules.dims import op_def
 
@@ -21,7 +21,7 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParamOption:
-    """Where a parameter class lives: see `ir.plan.ParamLayouts`.
+    """Where a parameter class lives: see `ir.param_layouts.ParamLayouts`.
 
     `eager`: the stored copy could rest as the state lies and be gathered ahead, and does not; for pins alone.
     """
@@ -70,8 +70,13 @@ def param_options(
     """Every combination of per-axis options that divides or may be padded; a frozen parameter is only stored.
 
     A stored copy that can be gathered ahead of the step's first use is, where the state is on the device; not so for
-    pins (`ParamOption.eager`). `places`: where optimizer states, and stored copies that can be their states' storages,
-    may be.
+    pins (`ParamOption.eager`).
+
+    Args:
+        precision: of the program.
+        cls: parameters that lie alike.
+        mesh_shape: of the stage.
+        places: where optimizer states, and stored copies that can be their states' storages, may be.
     """
     dtype = master_dtype(precision, cls.spec.dtype)
     found: dict[ParamOption, None] = {}

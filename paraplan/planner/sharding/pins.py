@@ -27,7 +27,7 @@ from paraplan.planner.param_pins import parse_param_pin
 from paraplan.planner.sharding.expert_pins import ExpertAxis, expert_axis
 from paraplan.planner.sharding.layout_options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
-from paraplan.rules.choices import axis_part
+from paraplan.rules.choices import axis_part, axis_texts
 from paraplan.rules.strategies import AxisChoice, AxisKeys, Strategy, dims_of, mesh_choices
 from paraplan.rules.time_axis import ProgramMicro, program_micro, smallest_divisor
 
@@ -88,7 +88,7 @@ class Pins:
         """
         if self.along is None:
             return True
-        parts, batch = strategy.key.split("|"), self._along(kind)[position]
+        parts, batch = axis_texts(strategy.key), self._along(kind)[position]
         free = _casts_param(kind, position)
         if self.dp >= 0 and parts[self.dp] != batch and not free:
             return False
@@ -104,8 +104,8 @@ class Pins:
 
     def _tensor(self, kind: SegmentKind, position: int, strategy: Strategy, part: str, batch: str) -> bool:
         op = kind.graph.ops[position]
-        key = axis_part(part).does
-        if batch not in ("-",) and not batch.startswith("+") and key == axis_part(batch).does:
+        key, rows = axis_part(part).does, axis_part(batch)
+        if not rows.is_whole and not rows.is_sum and key == rows.does:
             return False
         if op.target in LINEAR and key not in ("k", "n") and not self._is_within(kind, op):
             return False

@@ -190,7 +190,13 @@ class MeshPrices:
     def reshard(
         self, spec: TensorSpec, source: Layout, target: Layout, bundled: bool = False, wire: str = ""
     ) -> Price | None:
-        """A change of layout; None where there is no way. `bundled`, `wire`: see `lowering.transfers`."""
+        """A change of layout; None where there is no way.
+
+        Args:
+            spec: of the whole value.
+            source, target: layouts on the extended mesh.
+            bundled, wire: as of `transfers`.
+        """
         if source == target:
             return self.zero
         key = (spec, source, target, bundled, wire)
@@ -209,9 +215,13 @@ class MeshPrices:
     ) -> Floats:
         """[source, target, stream] prices of changing a value's layout; infinite where there is no way.
 
-        `bundled`: lowering puts small values of this sort (parameters, their gradients) into one collective with
-        others, so they are priced at what they add to one at least (a bound must hold however many share it).
-        `wire`: the dtype a value is cast to before it is summed over ranks; "": its own.
+        Args:
+            spec: of the whole value.
+            sources, targets: layouts on the extended mesh.
+            bundled: whether lowering puts small values of this sort (parameters, their gradients) into one collective
+                with others, so that they are priced at what they add to one at least (a bound must hold however many
+                share it).
+            wire: the dtype a value is cast to before it is summed over ranks; "": its own.
         """
         table = reshard_table(spec.shape, self.extended, 1, (*sources, *targets))
         if wire not in ("", spec.dtype):
@@ -295,8 +305,15 @@ class MeshPrices:
         return self._on(COMPUTE, self.costs.update_share_s(param_bytes, read_bytes, write_bytes))
 
     def updated_away(self, tier: str, param_bytes: int, slots: int, back: bool, copies: bool = True) -> Price:
-        """A parameter's gradient copied to a tier (where it `copies`), its update there, with `slots` states, and the
-        way `back`."""
+        """A parameter's gradient copied to a tier, its update there, and the way back.
+
+        Args:
+            tier: where states are.
+            param_bytes: of a rank's share.
+            slots: states of that size.
+            back: whether the updated parameter is copied back.
+            copies: whether the gradient is copied there, and not there already.
+        """
         update = self._on(update_stream(tier), self.costs.update_away_s(tier, param_bytes * (3 + 2 * slots)))
         copied = self._on(copy_stream(tier, OUT), self.costs.moves.copy_s(tier, param_bytes)) if copies else self.zero
         return add(copied, update, self.fetched(tier, param_bytes)) if back else add(copied, update)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
-from paraplan.ir.model.graph import Graph, Op, Phase
+from paraplan.ir.model.graph import Graph, Op, Phase, target_parts
 from paraplan.ir.model.program import Program
 from paraplan.planner.constraints import CP_MODES
 from paraplan.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_dim, ring_choices
@@ -26,6 +26,7 @@ ATTENTION = ("paraplan.attention", "paraplan.attention_grad")
 
 Keys = frozenset[str] | None
 """What an op may do along the axis; None: anything."""
+_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"})
 
 
 def sequence_length(program: Program) -> int:
@@ -88,7 +89,7 @@ def _not_taken(program: Program, mode: str) -> str:
     graphs = [program.kinds[segment.kind].graph for segment in program.segments]
     forward = [(op.target, graph.source_of(op)) for graph in graphs for op in graph.ops if op.phase is Phase.FORWARD]
     places = [source for target, source in forward if target == ATTENTION[0]]
-    written = [source for target, source in forward if "softmax" in target]
+    written = [source for target, source in forward if target_parts(target).name in _SOFTMAX]
     if places:
         found = f"{len(places)} were found (the first at {places[0]}), none of which has a sharded sequence to go over"
     else:

@@ -252,7 +252,14 @@ def check_objective(space: Space, choices: Sequence[int], found: Optimum) -> Non
 def decisions_of(
     job: Job, space: Space, mesh: Mesh, num_microbatches: int, choices: Sequence[int], fixed: bool
 ) -> Decisions:
-    """Choices by decider as choices by kind and class; `fixed`: see `Decisions`."""
+    """Choices by decider as choices by kind and class.
+
+    Args:
+        job: what is planned.
+        space: whose options were chosen among.
+        mesh, num_microbatches, fixed: as in `Decisions`.
+        choices: per decider, the number of its option.
+    """
     program = job.program
     ops = tuple(
         tuple(space.strategies[k, i][choices[space.op_decider[k, i]]].key for i in range(len(kind.graph.ops)))

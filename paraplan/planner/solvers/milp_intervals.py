@@ -67,7 +67,12 @@ class IntervalBuilder:
         return self._added(self.model.new_bool_var(self._name()))
 
     def interval(self, start: int, end: int, present: int) -> int:
-        """[start, end) between two columns where a literal holds; returns the interval's number."""
+        """[start, end) between two columns where a literal holds; returns the interval's number.
+
+        Args:
+            start, end: columns.
+            present: a column of 0 or 1.
+        """
         size = self.model.new_int_var(0, 2**40, self._name())
         first, last, literal = self.columns[start], self.columns[end], self.columns[present]
         self.intervals.append(self.model.new_optional_interval_var(first, size, last, literal, self._name()))
@@ -102,7 +107,13 @@ class IntervalBuilder:
         self.model.add_cumulative(chosen, list(demands.values()), limit)
 
     def row(self, terms: dict[int, int], upper: int, where: tuple[int, ...] = ()) -> None:
-        """Σ coefficient·column ≤ upper, where all of some literals hold."""
+        """Σ coefficient·column ≤ upper, where all of some literals hold.
+
+        Args:
+            terms: column -> coefficient.
+            upper: of their sum.
+            where: columns of 0 or 1; () for always.
+        """
         made = self.model.add(sum(c * self.columns[index] for index, c in terms.items()) <= upper)
         if where:
             made.only_enforce_if([self.columns[index] for index in where])

@@ -50,6 +50,10 @@ _STATUS = {
 def run(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
     """Solve with one of `BACKENDS`.
 
+    Args:
+        problem: to solve.
+        backend: its name.
+        options: limits and hints.
     Raises:
         SolverError: see `milp.solve`.
     """

@@ -203,8 +203,13 @@ class MilpBuilder:
         integer: ArrayLike = False,
         objective: ArrayLike = 0.0,
     ) -> int:
-        """Add `count` columns; each argument is one value for all or one per column.
+        """Add columns; each of the others is one value for all or one per column.
 
+        Args:
+            count: how many.
+            lower, upper: bounds.
+            integer: whether integers alone are allowed.
+            objective: coefficients of what is minimised.
         Returns:
             The first new column's index.
         """
@@ -247,7 +252,12 @@ class MilpBuilder:
     def add_row(
         self, columns: ArrayLike, coefficients: ArrayLike, lower: float = -np.inf, upper: float = np.inf
     ) -> int:
-        """Add one row lower ≤ Σ coefficients·x ≤ upper; returns its index."""
+        """Add one row lower ≤ Σ coefficients·x ≤ upper; returns its index.
+
+        Args:
+            columns, coefficients: of its terms.
+            lower, upper: bounds of their sum.
+        """
         entries = np.asarray(columns, np.int64)
         return self.add_rows(1, np.zeros(entries.size, np.int64), entries, coefficients, lower=lower, upper=upper)
 

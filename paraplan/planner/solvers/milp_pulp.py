@@ -31,6 +31,10 @@ def available() -> tuple[str, ...]:
 def run(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
     """Solve with "pulp-cbc" or "pulp-<NAME>".
 
+    Args:
+        problem: to solve.
+        backend: its name.
+        options: limits and hints.
     Raises:
         SolverError: see `milp.solve`.
     """

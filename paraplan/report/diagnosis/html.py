@@ -27,6 +27,7 @@ from paraplan.report.diagnosis.tables import (
 )
 from paraplan.report.html import STYLE, html_bar, html_table
 from paraplan.report.memory_report import PartRow
+from paraplan.report.units import columns
 
 
 def diagnosis_html(told: Diagnosis) -> str:
@@ -62,7 +63,7 @@ def _table(told: Table, amounts: Sequence[float] = (), whole: float = 0.0) -> st
         return html_table(told.heads, rows)
     bars = [*(html_bar(amount, whole) for amount in amounts), *[""] * (len(rows) - len(amounts))]
     barred = ([name, bar, *cells] for (name, *cells), bar in zip(rows, bars, strict=True))
-    return html_table((told.heads[0], "", *told.heads[1:]), barred)
+    return html_table((told.heads[0], *columns(""), *told.heads[1:]), barred)
 
 
 def _cell(told: Table, row: int, cell: str) -> str:

@@ -10,7 +10,8 @@ from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.errors import ParaplanError
 from paraplan.ir.machine.tier_placement import HERE
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.plan import KindChoice, ParamLayouts, Plan
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import KindChoice, Plan
 from paraplan.lowering.blocks.bundle import BUNDLE_BYTES
 from paraplan.lowering.blocks.remat import RECOMPUTE, RERUN
 from paraplan.report.diagnosis.records import MemoryUse, SavedMemory
@@ -22,6 +23,8 @@ RECOMPUTATION, CHUNKS, UNBUNDLED = "recomputation", "running in chunks", "a coll
 HERE_READ = "gathering large parameters where they are read"
 ORDERED = "a schedule of ops, executed again or waiting elsewhere"
 STATES, PARAMS = "states", "parameters"
+AWAY = frozenset(f"{what} on {tier}" for what in (STATES, PARAMS) for tier in TIERS)
+"""What a plan keeps off the device between steps."""
 
 
 def memory_use(made: Realised, budget_bytes: int | Sequence[int]) -> MemoryUse:

@@ -9,7 +9,7 @@ from paraplan.ir.plan import Tried
 from paraplan.report.diagnosis.records import FASTER_WORDS, PART_WORDS, Breakdown, Diagnosis, WhyNot
 from paraplan.report.diagnosis.sentences import part_words
 from paraplan.report.memory_report import PartRow
-from paraplan.report.units import show_bytes, show_seconds, show_share, show_signed_seconds
+from paraplan.report.units import Column, columns, show_bytes, show_seconds, show_share, show_signed_seconds
 
 SAME = 1e-9
 """Relative difference of the steps of one plan."""
@@ -19,12 +19,12 @@ class Table(NamedTuple):
     """Rows under heads.
 
     Attributes:
-        heads: a column each; those that begin with # are of numbers.
+        heads: a column each.
         rows: cells.
         sums, fine: numbers of rows that sum up others, and of those that are parts of them.
     """
 
-    heads: tuple[str, ...]
+    heads: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     sums: frozenset[int] = frozenset()
     fine: frozenset[int] = frozenset()
@@ -43,14 +43,15 @@ def parts_table(told: Breakdown) -> Table:
         for part in told.parts
     )
     step = ("step", show_seconds(told.step_s), "", "", "")
-    return Table(("part", "#of the step", "#share", "#at work", ""), (*rows, step), sums=frozenset({len(rows)}))
+    heads = (*columns("part", "of the step", "share", "at work", numbers=3), *columns(""))
+    return Table(heads, (*rows, step), sums=frozenset({len(rows)}))
 
 
 def positions_table(told: Sequence[Breakdown]) -> Table:
     """The same of every position of a pipeline, in shares of the step."""
     keys = [key for key in PART_WORDS if any(each.of(key) for each in told)]
     rows = ((each.ranks, each.where, *(show_share(each.of(key), each.step_s) for key in keys)) for each in told)
-    return Table(("ranks", "holds", *(f"#{PART_WORDS[key]}" for key in keys)), tuple(rows))
+    return Table(columns("ranks", "holds", *map(PART_WORDS.__getitem__, keys), numbers=len(keys)), tuple(rows))
 
 
 def filled_table(parts: Sequence[PartRow], whole: int, most: int | None = None) -> Table:
@@ -66,7 +67,7 @@ def filled_table(parts: Sequence[PartRow], whole: int, most: int | None = None) 
     if rest := sum(nbytes for _, nbytes in largest[len(shown) :]):
         shown.append(("all else", rest))
     rows = tuple((what, show_bytes(nbytes), show_share(nbytes, whole)) for what, nbytes in shown)
-    return Table(("what fills it", "#bytes", "#share"), rows)
+    return Table(columns("what fills it", "bytes", "share", numbers=2), rows)
 
 
 def faster_table(told: Diagnosis) -> Table:
@@ -82,7 +83,8 @@ def faster_table(told: Diagnosis) -> Table:
         )
         for each in told.faster
     )
-    return Table(("10 % faster", "#rate", "#step", "#saved", "#share", "#saved for each GB/s more"), tuple(rows))
+    heads = columns("10 % faster", "rate", "step", "saved", "share", "saved for each GB/s more", numbers=5)
+    return Table(heads, tuple(rows))
 
 
 def difference_table(told: Diagnosis, other: WhyNot) -> Table:
@@ -102,7 +104,7 @@ def difference_table(told: Diagnosis, other: WhyNot) -> Table:
     step = ("step", show_seconds(told.step_s), show_seconds(there_s), longer)
     peak = ("peak memory", show_bytes(told.memory.peak_bytes), show_bytes(other.peak_bytes), "")
     fine = range(len(parts) + 1, len(parts) + 1 + len(work))
-    heads = ("part", "#this plan", f"#{other.asked}", "#difference")
+    heads = columns("part", "this plan", other.asked, "difference", numbers=3)
     return Table(heads, (*parts, step, *work, peak), frozenset({len(parts)}), frozenset(fine))
 
 
@@ -122,7 +124,7 @@ def _work_rows(told: Diagnosis, other: WhyNot) -> tuple[tuple[str, ...], ...]:
 def tried_table(told: Diagnosis) -> Table:
     """What else was tried, and why it is not the plan."""
     rows = tuple(_tried_row(told.step_s, each) for each in told.tried)
-    return Table(("plan", "#step", "#to this plan", "#peak", "#estimated", ""), rows)
+    return Table((*columns("plan", "step", "to this plan", "peak", "estimated", numbers=4), *columns("")), rows)
 
 
 def _tried_row(step_s: float, each: Tried) -> tuple[str, str, str, str, str, str]:

@@ -44,7 +44,12 @@ class Steps:
         self.ops: list[Op] = []
 
     def add(self, target: str, args: tuple[Arg, ...], outs: dict[str, TensorSpec], **kwargs: Arg) -> str:
-        """One op; returns its first result."""
+        """One op; returns its first result.
+
+        Args:
+            target, args, kwargs: the op.
+            outs: its results, with local specs.
+        """
         self.values |= outs
         self.ops.append(Op(target=target, args=args, kwargs=kwargs, outs=tuple(outs)))
         return next(iter(outs))
@@ -54,20 +59,39 @@ class Steps:
         return self.exchange(PERMUTE, name, to)
 
     def exchange(self, collective: Collective, name: str, to: str, more: tuple[Arg, ...] = (), rows: int = 0) -> str:
-        """A collective of a value along the axis; `more`, `rows`: where `Collective.uneven`."""
+        """A collective of a value along the axis.
+
+        Args:
+            collective: which.
+            name: of the value.
+            to: name of the result.
+            more, rows: further arguments, and rows of the result, where `Collective.uneven`.
+        """
         spec = self.values[name]
         made = TensorSpec(spec.dtype, collective.result_shape(spec.shape, self.size, rows))
         return self.add(collective.name, ("%" + name, *more), {to: made})
 
     def cast(self, name: str, dtype: str, to: str) -> str:
-        """A value in another dtype; itself where it is."""
+        """A value in another dtype; itself where it is.
+
+        Args:
+            name: of the value.
+            dtype: to which.
+            to: name of the result.
+        """
         spec = self.values[name]
         if spec.dtype == dtype:
             return name
         return self.add("aten._to_copy.default", ("%" + name,), {to: TensorSpec(dtype, spec.shape)}, dtype=":" + dtype)
 
     def total(self, so_far: str, addend: str, to: str) -> str:
-        """A sum kept in the dtype of sums; the first addend where there is none so far."""
+        """A sum kept in the dtype of sums; the first addend where there is none so far.
+
+        Args:
+            so_far: name of the sum; "" where there is none.
+            addend: name of what is added.
+            to: name of the result.
+        """
         dtype = sum_dtype(self.values[addend].dtype)
         if not so_far:
             return self.cast(addend, dtype, to)
@@ -76,7 +100,13 @@ class Steps:
         )
 
     def block(self, step: int, starts: int, **tensors: str) -> tuple[Arg, ...]:
-        """Arguments of the op for one block of keys: `tensors` replace inputs, the keys' offset turns with the step."""
+        """Arguments of the op for one block of keys, whose offset turns with the step.
+
+        Args:
+            step: of the ring.
+            starts: number of the argument that says where blocks begin.
+            tensors: names in place of inputs.
+        """
         replaced = tuple(map_refs(arg, lambda name: tensors.get(name, name)) for arg in self.args)
         places = replaced[starts]
         key = axis_key(self.axis)

@@ -29,7 +29,14 @@ ROUTED = ("paraplan.experts", "paraplan.experts_grad")
 
 
 def expected_rows(experts: int, held: int, choices: int, tokens: int) -> int:
-    """Rows of `tokens` that have one of their choices among `held` of the experts, where all are chosen alike."""
+    """Rows that have one of their choices among some of the experts, where all are chosen alike.
+
+    Args:
+        experts: in all.
+        held: of those, the ones in question.
+        choices: of every row.
+        tokens: rows.
+    """
     missed = math.comb(experts - held, choices) / math.comb(experts, choices) if choices <= experts else 0.0
     return math.ceil(tokens * (1.0 - missed))
 

@@ -36,7 +36,14 @@ def _start(
 
 
 def start_and_size(args: tuple[Arg, ...], ctx: LocalContext, position: int, dim: int) -> tuple[Arg, ...]:
-    """Where a rank's block of the first input's dim begins and, last, how long that dim is where it is split."""
+    """Where a rank's block of the first input's dim begins and, last, how long that dim is where it is split.
+
+    Args:
+        args: of the op.
+        ctx: what its rule may look at.
+        position: of the argument that says where the block begins.
+        dim: of the first input.
+    """
     found = _start(args, ctx, position, 0, dim)
     return found if found[position] == 0 else (*found, ctx.inputs[0].shape[dim])
 

@@ -56,7 +56,13 @@ def experts_grad(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
 
 
 def pieces(ids: LocalValue, held: int, total: int) -> int:
-    """Pieces in which rows are multiplied by grouped products; `total`: experts on all ranks."""
+    """Pieces in which rows are multiplied by grouped products.
+
+    Args:
+        ids: of the experts that rows go to.
+        held: experts of the rank.
+        total: experts of all ranks.
+    """
     chosen = math.prod(ids.shape)
     return -(-chosen // grouped_rows(chosen, held, total))
 
@@ -71,7 +77,13 @@ def grouped_experts(inputs: Values, total: int) -> int:
 
 def grouped_experts_grad(inputs: Values, total: int, train: bool) -> int:
     """Likewise with tokens, gradients, hidden values and theirs. Of stacks' gradients those of pieces after the first;
-    in the first piece the inner stack's, a result, is not there yet when most else is."""
+    in the first piece the inner stack's, a result, is not there yet when most else is.
+
+    Args:
+        inputs: local tensors of the op.
+        total: experts of all ranks.
+        train: whether gradients of the stacks are made.
+    """
     _, x, ids, _, w_in, w_out = inputs
     assert x is not None and ids is not None and w_in is not None and w_out is not None
     hidden, width, inner, n = x.shape[1], w_in.shape[2], w_in.shape[1] * w_in.shape[2], w_out.shape[1]

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from paraplan.ir.errors import CodegenError
 from paraplan.ir.execution.offsets import offset_value
 from paraplan.ir.execution.rank_program import Block, InstrKind, StepKind, in_place, is_compiled
-from paraplan.ir.model.graph import refs
+from paraplan.ir.model.graph import refs, writes_first
 from paraplan.runtime.executing.executor import Executor
 from paraplan.runtime.executing.opaque import compilable
 from paraplan.runtime.executing.plain import plainly
@@ -165,7 +165,7 @@ def written_inputs(block: Block) -> frozenset[int]:
     """Positions of a block's inputs that it writes."""
     written = set()
     for instr in block.instrs:
-        if in_place(block, instr) if instr.kind is InstrKind.COLLECTIVE else instr.target.endswith("_"):
+        if in_place(block, instr) if instr.kind is InstrKind.COLLECTIVE else writes_first(instr.target):
             written.add(_owner(block, next(refs(instr.args))))
     return frozenset(index for index, name in enumerate(block.inputs) if name in written)
 

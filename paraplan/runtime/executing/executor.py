@@ -17,11 +17,12 @@ from torch import Tensor, fx
 
 from paraplan.ir.errors import ParaplanError, RuntimeFailure
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.offsets import offset_value, place_of
 from paraplan.ir.execution.rank_program import MESSAGES, Block, RankProgram, Step, StepKind
 from paraplan.ir.model.seeds import segment_seed
 from paraplan.ir.model.sources import Locate, no_source
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.runtime.executing.instructions import INSTR, grow_
 from paraplan.runtime.executing.interpret import Player, Tape, make_tape
 from paraplan.runtime.executing.observers import Account, Observer
@@ -104,7 +105,7 @@ class Executor:
         """
         for name, tensor in values.items():
             said = self.program.outer[name]
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(tensor.dtype)
             if (dtype, tuple(tensor.shape)) != (said.dtype, said.shape):
                 raise RuntimeFailure(
                     f"rank {self.rank}: {name} is {dtype}{tuple(tensor.shape)}, "

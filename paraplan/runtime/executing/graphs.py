@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import MESSAGES, InstrKind, RankProgram, Step, StepKind
 from paraplan.ir.machine.collectives import COLLECTIVES
 from paraplan.ir.machine.tiers import TIERS

@@ -1,10 +1,7 @@
 """What every instruction of a rank program computes, as plain functions of tensors.
 
-`resolve` turns a target's name into a callable: "aten.mm.default" into torch's operator, "paraplan.linear" into
-the canonical op's kernel, "mylib.fused.default" into an op the user registered with torch, and the ops that
-lowering itself adds (cuts, joins, copies) into the functions below.
-All of ours return fresh contiguous storage, as lowering assumes; `write` and those whose names end in "_" return
-nothing.
+These are the ops that lowering itself adds (cuts, joins, copies); `targets` finds them, and all others, by name.
+All return fresh contiguous storage, as lowering assumes; `write` and those whose names end in "_" return nothing.
 
 Collectives appear twice: `collective` and `wait` are the abstract forms a graph holds until it is bound to
 process groups (an interpreter hands them to a transport); `wait_holding`, `copy_alone` and the starts of
@@ -21,10 +18,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, decode_number
-from paraplan.ir.model.tensor import DTYPE_BYTES
-from paraplan.ir.process.memo import SESSION
-from paraplan.kernels import gpu, reference_kernels
+from paraplan.kernels import reference_kernels
 from paraplan.kernels.scan_kernels import scan
 from paraplan.runtime.executing.products_into import linear_grad_weight_, linear_into_, linear_rows
 from paraplan.runtime.optimizers.grad_norms import magnitude
@@ -63,7 +57,14 @@ def _padded(x: Tensor, dim: int, length: int, start: int = 0) -> Tensor:
 
 
 def stack(x: Tensor, n: int, dim: int, block: int = 0) -> Tensor:
-    """The n chunks of x along `dim`, one after another along dim 0; `block`: chunks so long, then zeros."""
+    """The n chunks of x along `dim`, one after another along dim 0.
+
+    Args:
+        x: a rank's part.
+        n: chunks.
+        dim: along which.
+        block: elements of every chunk, zeros where x has none; 0: x divides evenly.
+    """
     if not block:
         return fresh(x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)).flatten(0, 1)
     if dim == 0:
@@ -79,7 +80,14 @@ def stack(x: Tensor, n: int, dim: int, block: int = 0) -> Tensor:
 
 
 def unstack(x: Tensor, n: int, dim: int, size: int = 0) -> Tensor:
-    """The n chunks of x along dim 0, side by side along `dim`: the inverse of `stack`; `size`: the first so many."""
+    """The n chunks of x along dim 0, side by side along `dim`: the inverse of `stack`.
+
+    Args:
+        x: chunks one after another along dim 0.
+        n: chunks.
+        dim: along which they are joined.
+        size: elements of the result there, the first so many; 0: all.
+    """
     parts = x.unflatten(0, (n, x.shape[0] // n))
     if not size:
         return fresh(parts.movedim(0, dim)).flatten(dim, dim + 1)
@@ -93,14 +101,26 @@ def unstack(x: Tensor, n: int, dim: int, size: int = 0) -> Tensor:
 
 
 def fill_tail_(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> Tensor:
-    """x with padding overwritten: x is the block from `start` on of a dim of `size` elements."""
+    """x with padding overwritten.
+
+    Args:
+        x: a block of the whole along a dim.
+        dim: which.
+        size: elements of the whole there, beyond which is padding.
+        start: where the block begins in it.
+        value: written.
+    """
     there = min(max(size - start, 0), x.shape[dim])
     x.narrow(dim, there, x.shape[dim] - there).fill_(value)
     return x.view_as(x)
 
 
 def fill_tail(x: Tensor, dim: int, size: int, start: int, value: float = 0) -> Tensor:
-    """A copy of x with its padding overwritten."""
+    """A copy of x with its padding overwritten.
+
+    Args:
+        x, dim, size, start, value: as of `fill_tail_`.
+    """
     return fill_tail_(fresh(x), dim, size, start, value)
 
 
@@ -139,7 +159,14 @@ def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def unpack_stacked(buffer: Tensor, n: int, shapes: Sequence[Sequence[int]], dims: Sequence[int]) -> list[Tensor]:
-    """n buffers one after another, each of shards of these shapes: every tensor's shards joined along its dim."""
+    """n buffers one after another, each of shards of these shapes: every tensor's shards joined along its dim.
+
+    Args:
+        buffer: n buffers, flat.
+        n: ranks.
+        shapes: of one rank's shard of each tensor.
+        dims: along which each tensor's shards are joined.
+    """
     parts = buffer.view(n, -1).split([*map(math.prod, shapes)], 1)
     return [
         fresh(part.unflatten(1, tuple(shape)).movedim(0, dim)).flatten(dim, dim + 1)
@@ -200,7 +227,15 @@ def constant(
 
 
 def collective(x: Tensor, kind: str, reduction: str, axis: int, *more: object) -> Tensor:
-    """A collective that no process group is bound to yet; only a transport can run it."""
+    """A collective that no process group is bound to yet; only a transport can run it.
+
+    Args:
+        x: sent.
+        kind: of the collective.
+        reduction: of it; "" where it has none.
+        axis: of the mesh.
+        more: further arguments.
+    """
     raise CodegenError(f"{kind} over axis {axis} was called before it was bound to a process group")
 
 
@@ -279,7 +314,13 @@ def keep(x: Tensor, tier: str, home: TierTensor, copier: Copier) -> TierTensor:
 
 
 def wait_copy(issued: Any, held: Any, copier: Copier) -> Any:
-    """Waits for a copy; `held` is what it reads, alive until here."""
+    """Waits for a copy.
+
+    Args:
+        issued: what was returned where it was issued.
+        held: what it reads, alive until here.
+        copier: that issued it.
+    """
     return copier.wait(issued)
 
 
@@ -307,7 +348,7 @@ def copy_alone(x: Tensor) -> Tensor:
     return fresh(x)
 
 
-_OWN: dict[str, Callable[..., Any]] = {
+OWN: dict[str, Callable[..., Any]] = {
     "shard": shard,
     "stack": stack,
     "unstack": unstack,
@@ -328,70 +369,12 @@ _OWN: dict[str, Callable[..., Any]] = {
     "linear_rows": linear_rows,
 }
 
-LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(_OWN.values())
+LAYOUT_KERNELS: frozenset[Callable[..., Any]] = frozenset(OWN.values())
 """The functions above, which lowering itself adds; all they ever make are their results."""
 
-_WORKING: dict[str, Callable[..., Any]] = {
+WORKING: dict[str, Callable[..., Any]] = {
     "magnitude": magnitude,
     "linear_grad_weight_": linear_grad_weight_,
     "scan": scan,
 }
 """Likewise, with workspace."""
-
-
-def resolve(target: str, kernel: str = "") -> Callable[..., Any]:
-    """The callable behind an instruction's target, run as the kernel it was lowered to.
-
-    Raises:
-        CodegenError: nothing has that name.
-    """
-    if kernel:
-        return gpu.kernel(target, kernel)
-    space, _, name = target.partition(".")
-    if space == "paraplan":
-        found = (
-            _OWN.get(name)
-            or _WORKING.get(name)
-            or (getattr(reference_kernels, name, None) if name in reference_kernels.__all__ else None)
-        )
-    else:
-        found = getattr(torch.ops, space)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-    if found is None or not callable(found):
-        if space in ("paraplan", "aten", "prims"):
-            raise CodegenError(f"no op is called {target!r}")
-        raise CodegenError(
-            f"op {target!r} is not registered with torch in this process; import the module that defines it before "
-            "the plan is made executable"
-        )
-    return found  # type: ignore[no-any-return]
-
-
-@SESSION.cached()
-def is_factory(target: str) -> bool:
-    """Whether an op makes a tensor from numbers alone, so that it must be told the device: its schema has an argument
-    `device` and none that is a tensor."""
-    schema = getattr(resolve(target), "_schema", None)
-    if schema is None:
-        return target == "paraplan.constant"
-    types = {argument.name: str(argument.type) for argument in schema.arguments}
-    return "device" in types and not any("Tensor" in kind for kind in types.values())
-
-
-def returns_many(target: str, num_outs: int) -> bool:
-    """Whether the op returns a tuple or list of tensors rather than one tensor."""
-    schema = getattr(resolve(target), "_schema", None)
-    if schema is None:
-        return num_outs > 1
-    return len(schema.returns) > 1 or any("List[" in str(result.type) for result in schema.returns)
-
-
-def decode_literal(arg: Arg) -> Any:
-    """ ":float32" to a dtype, other ":text" to text, "~inf" to a float; everything else is itself."""
-    if not isinstance(arg, str):
-        return arg
-    if arg_kind(arg) is ArgKind.NUMBER:
-        return decode_number(arg)
-    text = arg_text(arg)
-    return getattr(torch, text) if text in DTYPE_BYTES else text

@@ -44,7 +44,13 @@ class LaunchCounter(TorchDispatchMode):
         return result
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Takes note of a call, if it launches a kernel."""
+        """Takes note of a call, if it launches a kernel.
+
+        Args:
+            func: the op.
+            args, kwargs: that it was called with.
+            result: that it gave.
+        """
         given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}.values()
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.numel()]
         if launches(func, list(given), made):
@@ -55,7 +61,13 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def launches(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether an op that was called on `given` and gave `made` launches a kernel."""
+    """Whether a call of an op launches a kernel.
+
+    Args:
+        func: the op.
+        given: tensors that it was called with.
+        made: tensors with elements that it gave.
+    """
     if func._schema.is_mutable:
         return any(x.numel() for x in given)
     if func.overloadpacket.__name__ in _RESERVING:

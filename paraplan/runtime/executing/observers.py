@@ -23,7 +23,13 @@ class Observer:
         """A step begins, or an instruction of its block."""
 
     def call(self, is_plain: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call an instruction's kernel; `is_plain`: all it makes are its results."""
+        """Call an instruction's kernel.
+
+        Args:
+            is_plain: whether all it makes are its results.
+            function: the kernel.
+            args, kwargs: that it is called with.
+        """
         return function(*args, **kwargs)
 
     def made(self, results: Sequence[Tensor | TierTensor]) -> None:
@@ -62,7 +68,11 @@ class Account(Observer):
         self._before, self._tiers = self._middle, self._most = self.ledger.open_window(), self.ledger.levels()
 
     def call(self, is_plain: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Results of a plain one are booked without the dispatch mode having to see the call."""
+        """Results of a plain one are booked without the dispatch mode having to see the call.
+
+        Args:
+            is_plain, function, args, kwargs: as of `Observer.call`.
+        """
         if not is_plain:
             return function(*args, **kwargs)
         with untracked():
@@ -126,7 +136,11 @@ class Timer(Observer):
         self._place = step.block, index
 
     def call(self, is_plain: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call and measure."""
+        """Call and measure.
+
+        Args:
+            is_plain, function, args, kwargs: as of `Observer.call`.
+        """
         started = time.thread_time()
         result = function(*args, **kwargs)
         self.seconds.setdefault(self._place, []).append(time.thread_time() - started)

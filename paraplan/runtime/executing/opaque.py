@@ -19,10 +19,10 @@ from torch import Tensor, fx
 
 from paraplan.ir.execution.offsets import parse_offset
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, LocalValue
-from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text
+from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, target_parts
 from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
-from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing import instructions, targets
 from paraplan.runtime.executing.instructions import INSTR, LOCAL, OFFSET
 from paraplan.runtime.executing.torch_private import storage_key, storage_of
 
@@ -73,9 +73,9 @@ def compilable(module: fx.GraphModule, block: Block) -> fx.GraphModule:
 
 
 def _is_opaque(instr: Instr) -> bool:
-    if instr.kind is not InstrKind.OP or not instr.target.startswith("paraplan."):
+    if instr.kind is not InstrKind.OP or not target_parts(instr.target).is_canonical:
         return False
-    inside = instructions.resolve(instr.target, instr.kernel)
+    inside = targets.resolve(instr.target, instr.kernel)
     return inside not in instructions.LAYOUT_KERNELS or instr.target in _PRODUCTS
 
 
@@ -102,7 +102,7 @@ class _Caller:
     def by(self, find: Callable[[str], fx.Node]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The op and its arguments, given the nodes of names and offsets."""
         tensors, numbers = [find(name) for name in self.tensors], [find(text) for text in self.numbers]
-        name = self.call.target.removeprefix("paraplan.").strip("_")
+        name = target_parts(self.call.target).word
         of = (name, self.call.kernel, "written" if self.writes else "")
         op = _op("_".join(filter(None, of)), self.writes)
         text = msgspec.json.encode(self.call).decode()
@@ -145,7 +145,7 @@ def _op(name: str, writes: bool) -> Callable[..., Any]:
 @SESSION.cached()
 def _read(call: str) -> tuple[_Call, Callable[..., Any]]:
     found = msgspec.json.decode(call, type=_Call)
-    return found, instructions.resolve(found.target, found.kernel)
+    return found, targets.resolve(found.target, found.kernel)
 
 
 def _result(tensors: Sequence[Tensor], numbers: Sequence[int], call: str) -> Any:
@@ -157,7 +157,7 @@ def _result(tensors: Sequence[Tensor], numbers: Sequence[int], call: str) -> Any
         kind = arg_kind(arg)
         if kind in (ArgKind.VALUE, ArgKind.OFFSET):
             return (tensors if kind is ArgKind.VALUE else numbers)[int(arg_text(arg))]
-        return instructions.decode_literal(arg)
+        return targets.decode_literal(arg)
 
     kwargs = {key: given(arg) for key, arg in said.kwargs.items()}
     if said.device:

@@ -112,7 +112,13 @@ Tiers = tuple[tuple[str, int, int], ...]
 
 
 def changes(before: dict[str, int], most: dict[str, int], after: dict[str, int]) -> Tiers:
-    """What came and what went, between levels before, with all that came, and after."""
+    """What came and what went, between levels before, with all that came, and after.
+
+    Args:
+        before: bytes by tier.
+        most: of those at once, with all that came.
+        after: bytes by tier.
+    """
     pairs = ((tier, most.get(tier, 0) - before.get(tier, 0), most.get(tier, 0) - after.get(tier, 0)) for tier in after)
     return tuple(sorted(each for each in pairs if each[1] or each[2]))
 

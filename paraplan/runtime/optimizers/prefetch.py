@@ -21,6 +21,15 @@ Made = TypeVar("Made")
 _NAME = "batches"
 
 
+class _Loading(threading.local):
+    """Whether this thread is one that loads."""
+
+    here = False
+
+
+_LOADING = _Loading()
+
+
 class _End(Exception):
     """The loader has no more."""
 
@@ -38,7 +47,7 @@ class Ahead(Iterator[Made], Generic[Given, Made]):
         self, make: Callable[[Given], Made], loader: Iterable[Given], begin: Callable[[], None] | None = None
     ) -> None:
         self._make, self._items = make, iter(loader)
-        self._thread = ThreadPoolExecutor(1, _NAME, begin)
+        self._thread = ThreadPoolExecutor(1, _NAME, _begin, (begin,))
         self._coming: Future[Made] | None = None
         self._end = weakref.finalize(self, _leave, self._thread)
 
@@ -60,6 +69,12 @@ class Ahead(Iterator[Made], Generic[Given, Made]):
         return self._thread.submit(_next, self._make, self._items)
 
 
+def _begin(begin: Callable[[], None] | None) -> None:
+    _LOADING.here = True
+    if begin is not None:
+        begin()
+
+
 def _next(make: Callable[[Given], Made], items: Iterator[Given]) -> Made:
     try:
         item = next(items)
@@ -70,4 +85,4 @@ def _next(make: Callable[[Given], Made], items: Iterator[Given]) -> Made:
 
 def _leave(thread: ThreadPoolExecutor) -> None:
     """Let what is under way end, so that nobody else finds the loader in use."""
-    thread.shutdown(wait=not threading.current_thread().name.startswith(_NAME))
+    thread.shutdown(wait=not _LOADING.here)

@@ -107,7 +107,12 @@ class Scaler(GradScaler):
         return ~torch.stack(finite).all() if finite else torch.zeros((), dtype=torch.bool, device=inverse.device)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale if that was not done, then the optimizer's step unless an infinity was found anywhere."""
+        """Unscale if that was not done, then the optimizer's step unless an infinity was found anywhere.
+
+        Args:
+            optimizer: whose step it is.
+            args, kwargs: of its `step`.
+        """
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)

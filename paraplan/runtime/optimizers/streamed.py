@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Step
 from paraplan.runtime.executing.tracker import Tracker
 from paraplan.runtime.rank import Rank

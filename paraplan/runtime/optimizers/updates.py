@@ -14,7 +14,7 @@ from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.machine.mesh import Shard, parse_layout
 from paraplan.ir.machine.rank_groups import Holding, holdings
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.plan import OPTIMIZERS, Optimizer
+from paraplan.ir.optimizer import OPTIMIZERS, Optimizer
 from paraplan.ir.sizes import say_size
 from paraplan.runtime.optimizers.coupling import Coupling, coupling
 from paraplan.runtime.optimizers.fused import KERNELS, FusedUpdates

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.ir.errors import PlanMismatchError
-from paraplan.ir.execution.names import Name, magnitude, waiting
+from paraplan.ir.execution.name import Name
+from paraplan.ir.execution.names import magnitude, waiting
 
 
 class WaitingGrads:

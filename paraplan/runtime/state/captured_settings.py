@@ -18,10 +18,11 @@ from torch import nn
 
 from paraplan.capture.exporting.user_functions import global_hook_fault
 from paraplan.capture.python_state.aliases import names_of
-from paraplan.capture.python_state.code import GLOBAL, HOOKS, from_key
+from paraplan.capture.python_state.code import HOOKS, from_key
 from paraplan.capture.python_state.dynamic import as_tensor
 from paraplan.capture.python_state.reading import Reads
 from paraplan.capture.python_state.reads import declared_of
+from paraplan.capture.python_state.setting_keys import SettingKind, setting_key
 from paraplan.capture.python_state.setting_paths import outside_value, settings_in, value_at
 from paraplan.capture.python_state.values import is_plain, named, same_text, text_of, token
 from paraplan.ir.errors import PlanMismatchError
@@ -53,7 +54,8 @@ class Settings:
         self._model, self._program, self._reads, self._again = weakref.ref(model), program, reads or Reads(), again
         self._modules = [_Module(name, module) for name, module in model.named_modules()]
         self._registered, self._methods = Registries(model), Methods(model)
-        globals_ = ((from_key(key), text) for key, text in program.settings.items() if key.startswith(GLOBAL))
+        keys = [key for key in program.settings if setting_key(key).kind is SettingKind.GLOBAL]
+        globals_ = ((from_key(key), program.settings[key]) for key in keys)
         outside = self._reads.outside or [(each, text) for each, text in globals_ if each is not None]
         self._names = names_of(model)
         values = [(each.where, text, each.value(self._names)) for each, text in self._reads.live]

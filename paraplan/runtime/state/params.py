@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paraplan.ir.errors import InvalidPlanError, PlanMismatchError
 from paraplan.ir.execution import names as outer_names
-from paraplan.ir.execution.names import Name, Role
+from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import OuterValue, RankProgram
 from paraplan.ir.machine.mesh import Layout, Replicate, Shard, is_shardable, layout_text, parse_layout
 from paraplan.ir.machine.tiers import is_in_files

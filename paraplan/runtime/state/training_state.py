@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from paraplan.ir.errors import PlanMismatchError, RuntimeFailure
 from paraplan.ir.execution import names as outer_names
 from paraplan.ir.model.program import Program
+from paraplan.kernels.dtypes import dtype_name
 from paraplan.runtime.state import progress
 from paraplan.runtime.state.checkpoint import Checkpointing, is_like
 from paraplan.runtime.state.params import cut, pad
@@ -199,7 +200,7 @@ class TrainingStates(Checkpointing):
         own: dict[str, dict[str, Any]] = {}
         for name, param in self.state.params.items():
             slots = optimizer.state.get(param, {})
-            own[name] = {key: str(x.dtype) if is_like(x, param.shape) else x for key, x in slots.items()}
+            own[name] = {key: x.dtype if is_like(x, param.shape) else x for key, x in slots.items()}
         told: dict[str, dict[str, Any]] = {}
         for ranks in self.transport.everyones(own):
             told |= {name: slots for name, slots in ranks.items() if slots and name not in told}
@@ -207,10 +208,10 @@ class TrainingStates(Checkpointing):
 
     def _full_slot(self, optimizer: torch.optim.Optimizer, name: str, key: str, told: Any) -> Any:
         """One of them, of which the ranks that have it told the dtype where it has its parameter's shape."""
-        if not (isinstance(told, str) and told.startswith("torch.")):
+        if not isinstance(told, torch.dtype):
             return copy.deepcopy(told.cpu() if isinstance(told, Tensor) else told)
         spec = self.plan.program.params[name].spec
-        spec = type(spec)(told.removeprefix("torch."), spec.shape)
+        spec = type(spec)(dtype_name(told), spec.shape)
 
         def held(of: str) -> Any:
             outer = self.state.program.outer[outer_names.state(of)]

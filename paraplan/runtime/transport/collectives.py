@@ -57,12 +57,23 @@ def _as_meant(issued: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
-    """Starts reducing x."""
+    """Starts reducing x.
+
+    Args:
+        x: a rank's contribution.
+        reduction: torch's name of it.
+        n: ranks of the group.
+        group: its name.
+    """
     return _as_meant(torch.ops._c10d_functional.all_reduce(as_sent(x), reduction, group), x.dtype)
 
 
 def start_all_reduce_(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
-    """Starts reducing x in place."""
+    """Starts reducing x in place.
+
+    Args:
+        x, reduction, n, group: as of `start_all_reduce`.
+    """
     return _as_meant(torch.ops._c10d_functional.all_reduce_(as_sent(x), reduction, group), x.dtype)
 
 
@@ -79,6 +90,10 @@ def start_all_gather(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
     Not by `all_gather_into_tensor`: over Gloo it is the one collective here whose name ("ALLGATHER_COALESCED") does not
     fit into a string without memory of its own, and on torch 2.13 both threads of a group write the name of what they
     completed last into one string, without a lock, so that memory is freed twice now and then.
+
+    Args:
+        x, n, group: as of `start_all_reduce`.
+        reduction: none.
     """
     out = x.new_empty(ALL_GATHER.result_shape(x.shape, n))
     issued = torch.ops._c10d_functional.all_gather_into_tensor_out(as_sent(x), n, group, out=as_sent(out))
@@ -86,20 +101,34 @@ def start_all_gather(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
-    """Starts reducing x, each rank to have its block."""
+    """Starts reducing x, each rank to have its block.
+
+    Args:
+        x, reduction, n, group: as of `start_all_reduce`; blocks of x lie along dim 0.
+    """
     made = torch.ops._c10d_functional.reduce_scatter_tensor(as_sent(x), reduction, n, group)
     return _as_meant(made, x.dtype)
 
 
 def start_all_to_all(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
-    """Starts sending each rank its block of x."""
+    """Starts sending each rank its block of x.
+
+    Args:
+        x, n, group: as of `start_all_reduce`; blocks of x lie along dim 0.
+        reduction: none.
+    """
     rows = [x.shape[0] // n] * n
     issued = torch.ops._c10d_functional.all_to_all_single(as_sent(x), rows, rows, group)
     return _as_meant(issued, x.dtype)
 
 
 def start_permute(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
-    """Starts sending x to the next rank and receiving the previous one's: an uneven all-to-all."""
+    """Starts sending x to the next rank and receiving the previous one's: an uneven all-to-all.
+
+    Args:
+        x, n, group: as of `start_all_reduce`.
+        reduction: none.
+    """
     rank = rank_in_group(group)
     sends, receives = [0] * n, [0] * n
     sends[(rank + 1) % n] = receives[(rank - 1) % n] = x.shape[0]
@@ -110,7 +139,15 @@ def start_permute(x: Tensor, reduction: str, n: int, group: str) -> Tensor:
 def start_route(
     x: Tensor, reduction: str, n: int, group: str, sent: Tensor, received: Tensor, rows: int, priced_rows: int = 0
 ) -> Tensor:
-    """Starts sending each rank its rows of x, which lie one after another; they arrive likewise, zeros after them."""
+    """Starts sending each rank its rows of x, which lie one after another; they arrive likewise, zeros after them.
+
+    Args:
+        x, n, group: as of `start_all_reduce`; rows lie along dim 0, in the order of the ranks they go to.
+        reduction: none.
+        sent, received: rows to and from every rank.
+        rows: room for what arrives.
+        priced_rows: what it was priced at; not used here.
+    """
     out = x.new_empty(ROUTE.result_shape(x.shape, n, rows))
     sends, receives = row_counts(sent, received)
     out[sum(receives) :].zero_()

@@ -19,9 +19,10 @@ from benchmarks.zoo import build as of_zoo
 from paraplan.capture import capture
 from paraplan.capture.exporting import export
 from paraplan.capture.repeating.repeated_calls import Repeated
+from paraplan.capture.torch_private import Recording
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.struct import to_json
-from paraplan.kernels.torch_private import Recording, tree_leaves
+from paraplan.kernels.torch_private import tree_leaves
 from tests.capture.models import batch_of, build
 
 LAYERS = 5

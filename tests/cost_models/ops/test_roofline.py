@@ -9,7 +9,7 @@ from paraplan.cost_models.machine.catalog import catalog_device
 from paraplan.cost_models.ops.roofline import OpWork, is_free, op_cost, op_time_s
 from paraplan.ir.errors import CostModelError
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.runtime.executing.instructions import resolve
+from paraplan.runtime.executing.targets import resolve
 
 B, S, H, F = 4, 128, 256, 1024
 

@@ -14,13 +14,14 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.peak_attribution import BytesRole, Peak, peak_of
 from paraplan.cost_models.simulator.rank_trace import RankTrace
-from paraplan.ir.execution.names import Role as OuterRole
+from paraplan.ir.execution.name import Role as OuterRole
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.sources import graph_of_block
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from paraplan.ir.execution import names
-from paraplan.ir.execution.names import LOSS, LOSS_SCALE, Name, Role
+from paraplan.ir.execution.name import Name, Role
+from paraplan.ir.execution.names import LOSS, LOSS_SCALE
 from paraplan.ir.model.program import Source, source_of
 
 TEXTS = {

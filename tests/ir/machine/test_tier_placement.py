@@ -9,7 +9,7 @@ import pytest
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tier_placement import PLACEMENTS, TierPlacement, parse_placement
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 
 EVERY = [TierPlacement(*each) for each in itertools.product(*[("", *TIERS)] * 3, ("device", "host"))]
 

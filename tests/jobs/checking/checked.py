@@ -15,7 +15,8 @@ from paraplan.codegen import build_modules
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.graph import Op
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.check import LargestErrors, SingleDevice
 from paraplan.jobs.models import Made
 from paraplan.lowering.verification.verify_plan import verify_plan

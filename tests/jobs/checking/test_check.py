@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.check import Captured, LargestErrors, SingleDevice, max_error
 from paraplan.jobs.models import Made
 from paraplan.lowering.verification.verify_plan import verify_plan

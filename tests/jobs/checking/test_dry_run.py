@@ -17,7 +17,8 @@ from paraplan.ir.errors import CodegenError
 from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.strides import is_contiguous
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.jobs.checking.dry_run import InstrRun, dry_run
 from paraplan.jobs.measuring.local_ops import whole_plan
 from paraplan.lowering import lower

@@ -16,11 +16,12 @@ from paraplan.codegen.verify import verify, verify_program
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.execution import names
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import WRITE_MANY, RankProgram, Step, StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.dry_run import dry_run
 from paraplan.lowering import implement
 from paraplan.lowering.rank_classes import lower_anew

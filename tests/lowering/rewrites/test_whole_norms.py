@@ -18,7 +18,8 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.execution.rank_program import Block, Instr, LocalValue, RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import implement
 from paraplan.lowering.blocks.finish import with_frees
 from paraplan.lowering.rank_classes import lower_anew

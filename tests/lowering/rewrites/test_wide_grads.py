@@ -17,7 +17,8 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.execution.rank_program import CAST_MANY, SUMMED, Block, RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.dry_run import dry_run
 from paraplan.jobs.measuring.local_ops import whole_plan
 from paraplan.lowering import implement

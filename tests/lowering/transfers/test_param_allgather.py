@@ -10,6 +10,7 @@ import pytest
 from paraplan.cost_models.realised_plan import realised
 from paraplan.ir.execution.rank_program import InstrKind, RankProgram
 from paraplan.ir.plan import Plan
+from paraplan.ir.step_options import ROOMY
 from paraplan.lowering.blocks import bundle
 from paraplan.lowering.rank_classes import lower_anew
 from paraplan.planner.assemble import decided
@@ -72,8 +73,9 @@ def test_beside_the_segment_before(tiny_gpt2, microbatches: int) -> None:  # typ
 def test_what_is_held(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     """At most the parameters of the segment that follows, and not more than there is room for."""
     plan, job = planned(tiny_gpt2), tiny_gpt2.job(2)
-    decisions = replace(decided(plan, plan.stages[0].mesh), params_ahead=True)
-    here, ahead = (as_decided(job, replace(decisions, params_ahead=each)) for each in (False, True))
+    decisions = replace(decided(plan, plan.stages[0].mesh), options=ROOMY)
+    options = [ROOMY.but(params_ahead=each) for each in (False, True)]
+    here, ahead = (as_decided(job, replace(decisions, options=each)) for each in options)
     assert ahead.simulation.step_s < here.simulation.step_s
     widest = max(
         sum(plan.program.params[name].spec.nbytes for name in segment.params) for segment in plan.program.segments

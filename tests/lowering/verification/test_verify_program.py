@@ -11,7 +11,8 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.schedule import accumulate
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.struct import from_json, to_json
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.lowering.verification.verify_program import verify_graph, verify_program

@@ -13,7 +13,8 @@ from paraplan.capture import capture
 from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup, check_cluster
 from paraplan.ir.machine.device import Link
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
 
 (LOCAL,) = ClusterSpec.local(2).groups

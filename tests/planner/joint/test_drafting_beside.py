@@ -16,7 +16,8 @@ from torch import nn
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import SolverLimitError
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.process.workers import Workers
 from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job

@@ -15,7 +15,8 @@ from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job

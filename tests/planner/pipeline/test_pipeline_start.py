@@ -13,7 +13,8 @@ from torch import nn
 from paraplan.capture import capture
 from paraplan.cost_models.simulator.live_bytes import peak_bytes
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower, lower_alone
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints

@@ -16,7 +16,8 @@ from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import reserved_of
 from paraplan.cost_models.realised_plan import realised
 from paraplan.ir.execution.schedule import parse_action
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower_alone
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints

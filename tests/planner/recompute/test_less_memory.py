@@ -10,7 +10,8 @@ import torch
 from benchmarks.megatron_gpt import GPTSettings, MegatronGPT
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.search import search

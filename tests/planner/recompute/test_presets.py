@@ -14,12 +14,13 @@ from paraplan.capture.reference import StepResult, run_step
 from paraplan.codegen import build_modules
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.model.graph import Phase
+from paraplan.ir.model.graph import Phase, target_parts
 from paraplan.ir.model.layers import layers_of
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
-from paraplan.lowering.blocks.remat import remat_of
+from paraplan.lowering.blocks.remat import recomputable, remat_of
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.lowering.verification.verify_program import verify_program
 from paraplan.planner.assemble import Job
@@ -168,3 +169,27 @@ def test_stages_are_pinned_in_the_capture_s_segments(gpt2: _Case) -> None:
     gpt2.check(plan)
     with pytest.raises(ConstraintError, match=r"stage 1 is 2:9.* has 6"):
         gpt2.plan(2, recompute="full", pp=2, stages=((0, 2), (2, 9)), microbatches=2)
+
+
+class _Convolved(torch.nn.Module):
+    """Convolutions, and an op whose name has a product's in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(2, 4, 3), torch.nn.Conv2d(4, 1, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.second(torch.nn.functional.gelu(self.first(x)))
+        return torch.sin(torch.cummax(made, -1).values).square().mean()
+
+
+def test_cheap_keeps_what_convolutions_make_and_not_what_is_called_like_a_product() -> None:
+    program = capture(_Convolved(), {"x": torch.randn(4, 2, 8, 8)})
+    fates = preset_fates(program, "cheap")
+    again: set[str] = set()
+    kept: set[str] = set()
+    for kind, fate in zip(program.kinds, fates, strict=True):
+        for op in kind.graph.ops:
+            if op.phase is Phase.FORWARD and op.outs[0] in recomputable(kind):
+                (again if op.outs[0] in fate else kept).add(target_parts(op.target).name)
+    assert {"cummax", "sin"} <= again and "conv" in kept - again

@@ -15,7 +15,8 @@ from paraplan.cost_models.predict import reserved_of
 from paraplan.cost_models.realised_plan import realised
 from paraplan.cost_models.simulator.rank_trace import RankTrace
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.meshes import candidate_meshes

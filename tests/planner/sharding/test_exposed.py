@@ -8,7 +8,8 @@ import pytest
 
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.plan import OPTIMIZERS, ModelRef
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realise

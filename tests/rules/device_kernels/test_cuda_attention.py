@@ -17,7 +17,8 @@ from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import with_used_profile
 from paraplan.ir.execution.rank_program import LocalValue
 from paraplan.ir.machine.kernel_choice import Kernel, OpCall, fitting
-from paraplan.ir.plan import OPTIMIZERS, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import Plan
 from paraplan.ir.profile import OpTime, Profile
 from paraplan.jobs.checking.without_device import dispatched_methods
 from paraplan.jobs.measuring.local_ops import LocalOp, block_ops, whole_plan

@@ -6,8 +6,8 @@ from paraplan.ir.execution.rank_program import Block, BlockRole
 from paraplan.ir.machine.mesh import R
 from paraplan.ir.model.graph import Graph
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.blocks.forward import extend
 from paraplan.rules.strategies import AxisChoice, Strategy, op_strategies
+from paraplan.rules.time_axis import extend
 
 
 def strategy(graph: Graph, key: str, mesh: tuple[int, ...]) -> Strategy:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paraplan.ir.execution.rank_program import LocalValue
 from paraplan.rules import op_def
-from paraplan.runtime.executing.instructions import resolve
+from paraplan.runtime.executing.targets import resolve
 from paraplan.runtime.executing.tracker import Ledger, Tracker
 
 SLACK_BYTES = 4096

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paraplan.runtime.executing.instructions import resolve
+from paraplan.runtime.executing.targets import resolve
 from tests.rules.workspace.measuring import SLACK_BYTES, measured, predicted
 
 B, S, D, V = 3, 64, 16, 500

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paraplan.ir.errors import CodegenError
-from paraplan.runtime.executing import instructions
+from paraplan.runtime.executing import instructions, targets
 from paraplan.runtime.executing.torch_private import tree_leaves
 from paraplan.runtime.executing.tracker import Ledger, Tracker
 
@@ -100,23 +100,23 @@ def _is_among(tensor: Tensor, args: object) -> bool:
 
 def test_write_goes_into_the_destination() -> None:
     x = torch.zeros(2)
-    assert instructions.resolve("paraplan.write")(x, torch.ones(2)) is None
+    assert targets.resolve("paraplan.write")(x, torch.ones(2)) is None
     assert x.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("target", ("paraplan.nothing", "aten.no_such.default", "nowhere.mm.default"))
 def test_unknown_ops_are_named(target: str) -> None:
     with pytest.raises(CodegenError, match=target):
-        instructions.resolve(target)
+        targets.resolve(target)
 
 
 def test_factories_are_told_by_their_schemas() -> None:
     for name in ("full", "hann_window", "tril_indices", "fft_rfftfreq", "scalar_tensor", "empty.memory_format"):
-        assert instructions.is_factory(f"aten.{name}" if "." in name else f"aten.{name}.default"), name
-    assert instructions.is_factory("prims.iota.default") and instructions.is_factory("paraplan.constant")
+        assert targets.is_factory(f"aten.{name}" if "." in name else f"aten.{name}.default"), name
+    assert targets.is_factory("prims.iota.default") and targets.is_factory("paraplan.constant")
     for target in ("aten.full_like.default", "aten.new_zeros.default", "aten._to_copy.default", "aten.sym_size.int"):
-        assert not instructions.is_factory(target), target
-    assert not instructions.is_factory("paraplan.linear")
+        assert not targets.is_factory(target), target
+    assert not targets.is_factory("paraplan.linear")
 
 
 def test_unbound_collectives_refuse_to_run() -> None:

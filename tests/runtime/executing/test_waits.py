@@ -18,7 +18,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import RuntimeFailure
 from paraplan.ir.machine.collectives import ROUTE
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.jobs.checking.without_device import dispatched_methods
 from paraplan.jobs.measuring.local_ops import whole_plan
 from paraplan.kernels.torch_private import fake_mode

@@ -17,11 +17,12 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.simulator.live_bytes import MemoryWalk, entries
 from paraplan.ir.errors import PlanMismatchError
 from paraplan.ir.execution import names
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program, trained_params
-from paraplan.ir.plan import OPTIMIZERS, ModelRef, Plan
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.checking.check import Captured, max_error
 from paraplan.lowering.steps.delayed_update import in_phase
 from paraplan.lowering.verification.verify_plan import verify_plan

@@ -14,7 +14,7 @@ import paraplan
 from paraplan.api import Plan
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.plan import OPTIMIZERS
+from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.jobs.optimizers import OPTIMIZER_CLASSES
 from paraplan.lowering import lower
 from paraplan.runtime.in_process import InProcessTrainer

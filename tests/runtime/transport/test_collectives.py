@@ -12,7 +12,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.communication.collectives import TIMES_S
 from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.machine.catalog import parse_cluster
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import Block, BlockRole, InstrKind, OuterValue, Step, StepKind
 from paraplan.ir.machine.collectives import COLLECTIVES
 from paraplan.ir.machine.mesh import R, make_mesh

@@ -18,7 +18,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.cost_models.simulator.simulate import simulate_rank
 from paraplan.ir.errors import RuntimeFailure
-from paraplan.ir.execution.names import Role
+from paraplan.ir.execution.name import Role
 from paraplan.ir.execution.rank_program import (
     Block,
     BlockRole,

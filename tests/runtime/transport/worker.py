@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from paraplan.codegen import build_modules
-from paraplan.ir.execution.names import Name
+from paraplan.ir.execution.name import Name
 from paraplan.ir.machine.collectives import COLLECTIVES
 from paraplan.runtime.executing import instructions
 from paraplan.runtime.executing.executor import Executor

@@ -209,7 +209,13 @@ def aceso(task: Task) -> Iterator[Answer]:
 
 
 def of_stages(task: Task, pp: int, late_s: float) -> list[tuple[Score, Config]]:
-    """What a search with so many stages found to fit, until a time of the task's."""
+    """What a search with so many stages found to fit, until a time of the task's.
+
+    Args:
+        task: what is planned.
+        pp: stages.
+        late_s: of the task's clock.
+    """
     search, dp = Search(task), task.num_devices // pp
     profile = task.profiles.of(1, 1)
     bounds = None if profile is None else cut_chain(profile.seconds, pp)

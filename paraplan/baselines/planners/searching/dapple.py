@@ -77,7 +77,12 @@ class Latencies:
     recompute: str
 
     def stage(self, first: int, stop: int, replicas: int) -> Phase:
-        """A stage of layers [first, stop)."""
+        """A stage of layers [first, stop).
+
+        Args:
+            first, stop: its layers.
+            replicas: of it.
+        """
         layers = slice(first, stop)
         again_s = sum(self.profile.again_s[self.recompute][layers])
         return Phase(

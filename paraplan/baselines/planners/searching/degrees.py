@@ -47,7 +47,14 @@ def _along_nodes(task: Task, size: int) -> bool:
 
 
 def pinned(task: Task, pp: int, dp: int, tp: int, count: int, zero: int = 0) -> Constraints:
-    """Degrees and microbatches, under 1F1B (GPipe where a loss reads all microbatches)."""
+    """Degrees and microbatches, under 1F1B (GPipe where a loss reads all microbatches).
+
+    Args:
+        task: what is planned.
+        pp, dp, tp: degrees.
+        count: microbatches.
+        zero: ZeRO's stage, where there are several data-parallel ranks.
+    """
     pins = Constraints(pp=pp, dp=dp, tp=tp, sp=tp > 1, zero=zero if dp > 1 else 0, microbatches=count)
     if pp == 1:
         return pins
@@ -91,11 +98,21 @@ def cut_below_messages(
 
 
 def always(stage: int, first: int, stop: int) -> bool:
-    """Every stage may be."""
+    """Every stage may be.
+
+    Args:
+        stage, first, stop: not looked at.
+    """
     return True
 
 
 def cut_by_layers(task: Task, profile: LayerProfile, num_stages: int) -> Bounds | None:
-    """Stages of equally many of the repeated layers, what comes before and after them beside the first and last."""
+    """Stages of equally many of the repeated layers, what comes before and after them beside the first and last.
+
+    Args:
+        task: what is planned.
+        profile: of its layers.
+        num_stages: to cut into.
+    """
     weights = [1.0 if equal else 1e-3 for equal in task.profiles.repeated[: profile.num_layers]]
     return cut_chain(weights, num_stages)

@@ -34,7 +34,7 @@ from paraplan.baselines.planners.searching.degrees import counts, replaced
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.mesh import P, parse_layout
-from paraplan.ir.plan import ParamLayouts
+from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sharding.formulate import formulate
@@ -198,7 +198,13 @@ class TaskGraph:
         self.take(state, variable, best[0])
 
     def take(self, state: list[int], variable: int, option: int) -> None:
-        """Give a variable, and what goes with it, an option."""
+        """Give a variable, and what goes with it, an option.
+
+        Args:
+            state: option per variable; changed in place.
+            variable: which.
+            option: its number.
+        """
         state[variable] = option
         for twin in self.twins.get(variable, ()):
             state[twin] = option

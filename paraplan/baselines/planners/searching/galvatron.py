@@ -67,7 +67,13 @@ class Branch:
     _known: dict[tuple[int, int, int], tuple[float, float, tuple[str, ...]] | None] = field(default_factory=dict)
 
     def layer_s(self, layer: int, preset: str, syncs: bool) -> float:
-        """Of one microbatch, with its gradients' reduction or without."""
+        """Of one microbatch, with its gradients' reduction or without.
+
+        Args:
+            layer: its number.
+            preset: of recomputation.
+            syncs: whether its gradients are reduced.
+        """
         p, grads = self.profile, self.profile.grad_bytes[layer]
         backward_s = p.backward_s[layer] + p.again_s[preset][layer]
         if self.sharded:

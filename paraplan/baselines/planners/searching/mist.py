@@ -85,7 +85,12 @@ class Tuned:
         return tuple(math.ceil(a / stored) + math.ceil(b / grads) for a, b in both)
 
     def option(self, first: int, stop: int, later: int) -> Option | None:
-        """Layers [first, stop) with so many stages after them; None where they do not fit."""
+        """Layers [first, stop) with so many stages after them; None where they do not fit.
+
+        Args:
+            first, stop: the stage's layers.
+            later: stages after it.
+        """
         p, layers = self.profile, range(first, stop)
         in_flight = min(later + 1, self.count)
         room = self.task.budget - sum(self.kept_bytes[first:stop]) - p.workspace_bytes

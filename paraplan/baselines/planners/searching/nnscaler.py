@@ -75,7 +75,15 @@ def _scaled(pp: int, dp: int, inside: int, count: int) -> Constraints:
 
 
 def fitting_stages(task: Task, profile: LayerProfile, pp: int, count: int, recompute: str) -> Bounds | None:
-    """The stages whose slowest takes least of those that fit; None where none do."""
+    """The stages whose slowest takes least of those that fit; None where none do.
+
+    Args:
+        task: what is planned.
+        profile: of its layers.
+        pp: stages.
+        count: microbatches.
+        recompute: preset of recomputation.
+    """
 
     def fits(stage: int, first: int, stop: int) -> bool:
         return profile.stage_bytes((first, stop), min(pp - stage, count), recompute) <= task.budget
@@ -86,7 +94,14 @@ def fitting_stages(task: Task, profile: LayerProfile, pp: int, count: int, recom
 def scaled_s(
     task: Task, profile: LayerProfile, bounds: Bounds, dp: int, inside: int, count: int, recompute: str
 ) -> float:
-    """The step of stages."""
+    """The step of stages.
+
+    Args:
+        task, profile, count, recompute: as of `fitting_stages`.
+        bounds: of the stages.
+        dp: data-parallel ranks.
+        inside: devices of each of those.
+    """
     seconds, pp = profile.seconds_with(recompute), len(bounds)
     slowest_s = max(sum(seconds[first:stop]) for first, stop in bounds)
     grads = max(sum(profile.grad_bytes[first:stop]) for first, stop in bounds)

@@ -83,7 +83,13 @@ def pipedream(task: Task) -> Iterator[Constraints]:
 
 
 def equal_stages(profile: LayerProfile, workers: int, bytes_per_s: float) -> list[EqualStages]:
-    """For every replication that divides the workers, the best stages; the fastest first."""
+    """For every replication that divides the workers, the best stages; the fastest first.
+
+    Args:
+        profile: of the layers.
+        workers: devices.
+        bytes_per_s: of the links between them.
+    """
     found = []
     for m in (m for m in range(1, workers + 1) if workers % m == 0 and workers // m <= profile.num_layers):
         share = 4 * (m - 1) / m / bytes_per_s
@@ -96,7 +102,11 @@ def equal_stages(profile: LayerProfile, workers: int, bytes_per_s: float) -> lis
 
 
 def published(profile: LayerProfile, workers: int, bytes_per_s: float) -> ReplicatedStages:
-    """PipeDream's own answer, stages replicated as differently as pays."""
+    """PipeDream's own answer, stages replicated as differently as pays.
+
+    Args:
+        profile, workers, bytes_per_s: as of `equal_stages`.
+    """
     ops = np.zeros((profile.num_layers, -(-profile.num_layers // 64)), np.uint64)
     for state in range(profile.num_layers):
         for layer in range(state + 1):

@@ -45,6 +45,13 @@ def stage_problem(
 
     Times are of a microbatch on every replica; a layer's gradients are reduced once in `count` of them, and a message
     is paid twice, forward and backward.
+
+    Args:
+        profile: of the layers.
+        links: between devices.
+        pp, dp, tp: degrees.
+        count: microbatches.
+        budget: bytes that a device may hold.
     """
     layers = range(profile.num_layers)
     bytes_per_s = links.message_bytes_per_s(dp * tp)

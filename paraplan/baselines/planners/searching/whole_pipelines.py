@@ -64,7 +64,16 @@ def _chimera_of(task: Task, depth: int) -> tuple[float, Constraints] | None:
 
 
 def chimera_s(task: Task, profile: LayerProfile, bounds: Bounds, width: int, count: int, recompute: str) -> float:
-    """T of stages."""
+    """T of stages.
+
+    Args:
+        task: what is planned.
+        profile: of its layers.
+        bounds: of the stages.
+        width: replicas of each of both pipelines.
+        count: microbatches.
+        recompute: preset of recomputation.
+    """
     depth = len(bounds)
     forward_s = max(sum(profile.forward_s[slice(*bound)]) for bound in bounds)
     backward_s = max(
@@ -124,7 +133,12 @@ def varuna_samples(task: Task) -> int:
 
 
 def varuna_s(task: Task, profile: LayerProfile, bounds: Bounds, width: int, count: int) -> float:
-    """The simulated step: the pipeline, then the slowest stage's all-reduce."""
+    """The simulated step: the pipeline, then the slowest stage's all-reduce.
+
+    Args:
+        task, profile, bounds, count: as of `chimera_s`.
+        width: data-parallel ranks.
+    """
     depth, stages, reduce_s = len(bounds), [], 0.0
     for at, (first, stop) in enumerate(bounds):
         layers = slice(first, stop)

@@ -45,7 +45,14 @@ def hetpipe(task: Task) -> Iterator[Constraints]:
 
 
 def worker_stages(task: Task, profile: LayerProfile, pp: int, dp: int, count: int) -> Bounds | None:
-    """A virtual worker's stages; None where none fit."""
+    """A virtual worker's stages; None where none fit.
+
+    Args:
+        task: what is planned.
+        profile: of its layers.
+        pp, dp: degrees.
+        count: microbatches.
+    """
 
     def fits(stage: int, first: int, stop: int) -> bool:
         return profile.stage_bytes((first, stop), min(pp - stage, count)) <= task.budget
@@ -85,7 +92,11 @@ def pipe_torch(task: Task) -> Iterator[Constraints]:
 
 
 def overlapped_stages(task: Task, profile: LayerProfile, pp: int, dp: int) -> tuple[Bounds, float] | None:
-    """The stages whose slowest of computation, reduction and message takes least; None where none fit."""
+    """The stages whose slowest of computation, reduction and message takes least; None where none fit.
+
+    Args:
+        task, profile, pp, dp: as of `worker_stages`.
+    """
     messages = [task.links.message_s(each, dp) for each in profile.output_bytes]
     each_s = [task.links.all_reduce_s(each, dp) for each in profile.grad_bytes]
 

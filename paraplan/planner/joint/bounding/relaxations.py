@@ -141,7 +141,13 @@ class Position:
 
 def segments_s(job: Job, space: Space, count: int) -> tuple[tuple[float, ...], ...]:
     """Per segment, what a microbatch computes at least: forward, backward, and of both what the gradient that is handed
-    on depends on."""
+    on depends on.
+
+    Args:
+        job: what is planned.
+        space: options of one position, with prices.
+        count: microbatches.
+    """
     kinds = [segment.kind for segment in job.program.segments]
     found: dict[tuple[int, int], float] = {}
     for index, kind in enumerate(job.program.kinds):

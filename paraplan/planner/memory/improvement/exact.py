@@ -52,8 +52,15 @@ def search_states(
 ) -> Exhausted:
     """The fastest schedule without copies that takes less than `known_s`.
 
-    `in_order`: ops are executed for the first time in the given order. It gives up once `most_states` were looked at,
-    at the deadline, or where a million are waiting.
+    It gives up once `most_states` were looked at, at the deadline, or where a million are waiting.
+
+    Args:
+        problem: ops and tensors.
+        budget_bytes: that may be held.
+        in_order: whether ops are executed for the first time in the given order.
+        most_states: looked at.
+        known_s: of the best schedule known.
+        deadline: `time.perf_counter()` at which to give up.
     """
     walk = _Walk(problem, budget_bytes, in_order)
     given = sum(1 << index for index, tensor in enumerate(problem.tensors) if tensor.maker == GIVEN)

@@ -157,7 +157,16 @@ def evict(
 ) -> Eviction | None:
     """What it takes to make a tensor again in a stage instead of holding it at a position.
 
-    `deep`: what is no longer there for that is made again too rather than retained. None above `most_s` seconds.
+    None above `most_s` seconds.
+
+    Args:
+        profile: the schedule.
+        tensor: in question.
+        stage, position: where it is not to be held: the stage, and the op in it.
+        budget_bytes: that may be held.
+        deep: whether what is no longer there for that is made again too rather than retained.
+        prices: of reruns.
+        most_s: seconds beyond which it is not worth it.
     """
     arrays, n = profile.arrays, profile.arrays.num_ops
     present, _, lasts = profile.lists

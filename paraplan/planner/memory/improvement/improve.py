@@ -34,7 +34,14 @@ def improve(
 ) -> Residency:
     """A schedule no worse, after some rounds or where the deadline passes or `enough_s` of reruns are reached.
 
-    `seen`: takes every schedule that was found.
+    Args:
+        best: where it begins.
+        budget_bytes: that may be held.
+        rounds: at most.
+        deadline: `time.perf_counter()` at which to stop.
+        enough_s: seconds of reruns that are good enough.
+        seed: of what is drawn.
+        seen: takes every schedule that was found.
     """
     draw = np.random.default_rng(seed)
     current = best = polish(best, budget_bytes)

@@ -68,7 +68,13 @@ def improve_merging(
 ) -> Residency:
     """A schedule no worse, where the deadline passes or `enough_s` of reruns are reached.
 
-    `others`: keys of schedules to draw from.
+    Args:
+        best: where it begins.
+        others: keys of schedules to draw from.
+        budget_bytes: that may be held.
+        deadline: `time.perf_counter()` at which to stop.
+        enough_s: seconds of reruns that are good enough.
+        seed: of what is drawn.
     """
     draw = np.random.default_rng(seed)
     most = [_OFFERED] * 3

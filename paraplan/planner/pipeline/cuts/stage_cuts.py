@@ -23,7 +23,8 @@ import numpy.typing as npt
 from paraplan.ir.machine.mesh import Layout, Shard, parse_layout
 from paraplan.ir.model.program import master_dtype, trained_params
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.ir.plan import ParamLayouts, Plan
+from paraplan.ir.param_layouts import ParamLayouts
+from paraplan.ir.plan import Plan
 
 Bounds = tuple[tuple[int, int], ...]
 Fits = Callable[[int, int, int], bool]
@@ -69,6 +70,11 @@ def cut_evenly(seconds: Sequence[float], num_stages: int, tail: int) -> Bounds |
     The least slowest stage is found by bisection: a limit can be kept if filling every stage up to it takes no more
     stages than there are (Bokhari 1988), and the least limit is the largest stage of such a filling. In about
     60 · n steps; stages that are left over take a segment each from the fullest before them.
+
+    Args:
+        seconds: per segment.
+        num_stages: to cut into.
+        tail: the first segment that has to be in the last stage.
     """
     n = len(seconds)
     if num_stages > n or (num_stages > 1 and min(tail, n - 1) < num_stages - 1):
@@ -139,7 +145,12 @@ class ChainMemory:
         return sum(nbytes.get(name, 0) for name in {n for params in self.params[first:stop] for n in params})
 
     def stage_bytes(self, first: int, stop: int, in_flight: int) -> int:
-        """What a stage holds when it is fullest, short of what ops need for a moment."""
+        """What a stage holds when it is fullest, short of what ops need for a moment.
+
+        Args:
+            first, stop: the stage's segments.
+            in_flight: microbatches that it holds at once.
+        """
         return self.kept_bytes(first, stop) + in_flight * sum(self.saved_bytes[first:stop])
 
 

@@ -70,8 +70,15 @@ _split = SESSION.cached(64)(_Split)
 
 
 def over_groupings(cost: Floats, messages: Sequence[Floats], mine: int = -1, rest: Floats | float = 0.0) -> Floats:
-    """[have] the least that readers cost, messages taken away, or, `rest` being what else each layout of the source
-    costs, [want] the least of all given the layout of one reader."""
+    """[have] the least that readers cost, messages taken away, or [want] the least of all given the layout of one
+    reader.
+
+    Args:
+        cost: [have, want] of bringing the source's layout to a reader's.
+        messages: per reader, [want] what is taken away.
+        mine: the reader whose layout is given; -1 for none.
+        rest: [have] what else each layout of the source costs.
+    """
     count = len(messages)
     if count == 2:
         return _over_two(cost, messages, mine, rest)

@@ -164,7 +164,14 @@ class Ascent:
     def start(
         self, weights: Floats, multipliers: Floats, warm: MessagePassing | None = None, enough: float = np.inf
     ) -> Point:
-        """Evaluate at a point, up to a bound that is enough."""
+        """Evaluate at a point, up to a bound that is enough.
+
+        Args:
+            weights: [stream] of the streams.
+            multipliers: [row] of the rows.
+            warm: messages to begin with.
+            enough: bound at which an evaluation stops.
+        """
         point = evaluate(self.network, weights, multipliers, self.stop, warm, self.gap, enough)
         self.points.append(point)
         return point
