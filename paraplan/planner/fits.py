@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import msgspec
 
-from paraplan.cost_models.predict import predict, with_reserved
+from paraplan.cost_models.predict import with_reserved
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Certificate, Plan, Prediction
@@ -42,14 +42,13 @@ from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.evaluate_plan import gathers
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
-from paraplan.planner.one_stage.refitted import refitted
+from paraplan.planner.one_stage.roomier import gathering_later, needed_bytes, with_room
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
+from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import find, find_mixed, prepared
 
@@ -65,9 +64,6 @@ OTHERS = 4
 """Plans made on the way that are looked at."""
 WORSE = 1.2
 """How much slower than the first a plan may be for no other to be searched."""
-REFITS, REFIT_STEP = 5, 0.02
-"""How often the first plan is to recompute more; of the budget, by how much at least, times how often it has been: what
-is reserved is no steady function of what is alive."""
 EACH = 0.2
 """Of the time, what a search for fewer bytes has at least."""
 _NEAR = 200
@@ -158,8 +154,8 @@ def _for_fewer(
     budget = device_budget(job.cluster, constraints)
     near = on_the_same_mesh(constraints, tries[0].plan)
     near = near if near.mesh != constraints.mesh else constraints
-    fitting = [*_with_room(tries[0], budget), *_gathering_later(tries[0], budget)]
-    fitting += _refitted(job, constraints, tries[0], budget, deadline, progress)
+    roomier = with_room(job, constraints, tries[0].plan, budget, deadline, progress)
+    fitting = [*_with_room(tries[0], budget), *(replace(tries[0], plan=plan, others=()) for plan in roomier)]
     rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
     if constraints.microbatches is None and not (fitting and deadline.is_over):
         fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
@@ -186,43 +182,6 @@ def _with_room(first: BestPlan, budget: int, worse: float = WORSE) -> list[BestP
             if needed_bytes(found.plan) <= budget:
                 return [found]
     return []
-
-
-def _refitted(
-    job: Job, constraints: Constraints, first: BestPlan, budget: int, deadline: Deadline, progress: Progress
-) -> list[BestPlan]:
-    """The plan of one stage with as much more made again as allocators need to have room for it."""
-    found, allowed = first, budget
-    for again in range(REFITS):
-        if again and deadline.is_over:
-            break
-        over = max(needed_bytes(found.plan) - budget, int(REFIT_STEP * (again + 1) * budget))
-        progress(f"{say_size(needed_bytes(found.plan))} would be reserved of {say_size(budget)}; recomputing more")
-        allowed = min(max(_predicted(found.plan).peak_bytes), allowed) - over
-        plan = refitted(job, found.plan, constraints, allowed, deadline.share_s(0.5)) if allowed > 0 else None
-        if plan is None:
-            return []
-        found = _with_reserved(replace(first, plan=plan, others=()), budget)
-        if needed_bytes(found.plan) <= budget:
-            return [found]
-    return []
-
-
-def _gathering_later(found: BestPlan, budget: int) -> list[BestPlan]:
-    """The plan with large parameters gathered where they are read, not before, if allocators have room for that."""
-    known = found.plan.certificate
-    if known is None or not found.plan.params_ahead or not gathers(programs_of(found.plan)):
-        return []
-    plan = msgspec.structs.replace(found.plan, params_ahead=False)
-    made = as_a_whole(plan)
-    prediction = predict(plan, made.programs, made.simulation)
-    bound_s = min(known.bound_s, prediction.step_s)
-    certificate = msgspec.structs.replace(
-        known, status="feasible", bound_s=bound_s, gap=1 - bound_s / prediction.step_s
-    )
-    plan = msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
-    later = replace(found, plan=with_reserved(plan, made.programs, budget), others=())
-    return [later] if needed_bytes(later.plan) <= budget else []
 
 
 def _is_worse(fitting: Sequence[BestPlan], first: BestPlan, times: float = WORSE) -> bool:
@@ -273,8 +232,8 @@ class _Rounds:
             plan = self.tries[-1].plan
             if needed_bytes(plan) <= self.budget:
                 return [self.tries[-1]]
-            if later := _gathering_later(self.tries[-1], self.budget):
-                return later
+            if later := gathering_later(plan, self.budget):
+                return [replace(self.tries[-1], plan=each, others=()) for each in later]
         return []
 
     def _found(self, fewer: Constraints, plan: Plan) -> BestPlan:
@@ -332,11 +291,6 @@ def on_the_same_mesh(constraints: Constraints, plan: Plan) -> Constraints:
 def _predicted(plan: Plan) -> Prediction:
     assert plan.prediction is not None
     return plan.prediction
-
-
-def needed_bytes(plan: Plan) -> int:
-    """The most any rank's allocator reserves; where devices have none that caches, the most alive."""
-    return max(_predicted(plan).reserved_bytes or _predicted(plan).peak_bytes)
 
 
 def _last_of(tries: Sequence[BestPlan]) -> BestPlan:

@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from paraplan.cost_models.predict import with_used_profile
+from paraplan.cost_models.predict import with_reserved, with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.ir.machine.mesh import Mesh, R, parse_layout
@@ -30,11 +30,13 @@ from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination, combinations
+from paraplan.planner.joint.drafting import no_room
 from paraplan.planner.joint.search_joint import JointSearch, search_joint
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.mixed.search_mixed import allows_mixed, search_mixed
 from paraplan.planner.one_stage.failures import Failure, failure, not_tried
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
+from paraplan.planner.one_stage.roomier import needed_bytes, with_room
 from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.leanest import what_would_do
 from paraplan.planner.passes.placement_note import places_note
@@ -50,6 +52,8 @@ HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
 better, though on the meshes measured never by as much."""
 
+TIGHTER = 3
+"""How often one stage is searched in all, for fewer bytes each time, where allocators have no room for its plan."""
 ONE_STAGE_SHARE = 0.8
 """Of what is left of the time, for solving one stage once pipelines were searched."""
 
@@ -269,9 +273,27 @@ def _pipelines_of(
     planned."""
 
     def one_stage(pinned: Constraints, proved: bool) -> Draft:
-        alone = msgspec.structs.replace(pinned, pp=1)
-        return Draft.of(find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved).plan)
+        alone, needed = msgspec.structs.replace(pinned, pp=1), 0
+        for _ in range(TIGHTER):
+            try:
+                plan = find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved and not needed).plan
+            except NoPlanError:
+                if not needed:
+                    raise
+                break
+            plan = with_reserved(plan, lower(plan), budget) if reserves else plan
+            if not reserves or needed_bytes(plan) <= budget:
+                return Draft.of(plan)
+            if roomier := with_room(job, alone, plan, budget, deadline, progress):
+                return min(map(Draft.of, roomier), key=lambda draft: draft.step_s)
+            found.roomless.append(Draft.of(plan))
+            needed = needed_bytes(plan)
+            if deadline.is_over:
+                break
+            alone = msgspec.structs.replace(alone, memory_bytes=found.roomless[-1].peak_bytes * budget // needed)
+        raise no_room(needed, budget)
 
+    budget = device_budget(job.cluster, constraints)
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
     found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
     best, *drafts = search_joint(found, listed, one_stage, certify)

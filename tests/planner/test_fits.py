@@ -29,7 +29,8 @@ from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.fits import needed_bytes, search_room
+from paraplan.planner.fits import search_room
+from paraplan.planner.one_stage.roomier import needed_bytes
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.search import find, search

@@ -281,11 +281,11 @@ def test_what_cannot_be_late_is_refused() -> None:
 def test_a_parameter_is_late_in_all_stages_or_in_none() -> None:
     plan = late(planned("gpt2", "pp", "host"), 0)
     verify_plan(plan)
-    shared = next(name for name in plan.stages[0].params if name in plan.stages[1].params)
-    stage = plan.stages[1]
+    *before, stage = plan.stages
+    shared = next(name for name in before[0].params if name in stage.params)
     params = {**stage.params, shared: msgspec.structs.replace(stage.params[shared], fetched=True)}
-    stages = (plan.stages[0], msgspec.structs.replace(stage, params=params))
-    with pytest.raises(InvalidPlanError, match=f"stage 1: parameter {shared} .* late in some alone"):
+    stages = (*before, msgspec.structs.replace(stage, params=params))
+    with pytest.raises(InvalidPlanError, match=f"stage {len(before)}: parameter {shared} .* late in some alone"):
         verify_plan(msgspec.structs.replace(plan, stages=stages))
 
 

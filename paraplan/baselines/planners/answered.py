@@ -16,7 +16,7 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import assemble
 from paraplan.planner.best_plan import BestPlan
-from paraplan.planner.fits import needed_bytes
+from paraplan.planner.one_stage.roomier import needed_bytes
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.grad_reductions import ROOM, reducing
 from paraplan.planner.passes.message_parts import parted

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.model.program import Program
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.pipeline.first_devices import first_devices
-from paraplan.planner.pipeline.open_choices import count_stages
+from paraplan.planner.pipeline.open_choices import check_turns, count_stages
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
+from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.schedules.schedule_problem import Orders
 from paraplan.rules.time_axis import program_micro, splittable
@@ -112,7 +114,7 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
             for count in microbatch_counts(job, constraints, replicas):
                 found += _schedules(job, constraints, pp, mesh, count)
     if not found:
-        _check_sizes(constraints, job.program.batch_size)
+        _check_sizes(constraints, job.program)
         raise refused or ConstraintError(
             f"no pipeline over {n} devices takes this model's {len(job.program.segments)} segments and its batch of "
             f"{job.program.batch_size}; give pp, microbatches and schedule by hand"
@@ -120,14 +122,17 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
     return found
 
 
-def _check_sizes(constraints: Constraints, batch: int) -> None:
+def _check_sizes(constraints: Constraints, program: Program) -> None:
     """Whether the batch divides over the ranks that are pinned, and the schedule that is takes the positions,
-    microbatches and stages that are."""
+    microbatches and stages that are, and the order that the program needs."""
+    batch = program.batch_size
     pp, name, count, stages = constraints.pp, constraints.schedule, constraints.microbatches, constraints.stages
     if constraints.dp is not None and batch % constraints.dp:
         raise ConstraintError(f"dp={constraints.dp} does not divide a batch of {batch}; use a divisor of it")
     if pp is not None and name in NAMED and count is not None:
-        named_orders(name, pp, count, None if stages is None else len(stages) // pp)
+        orders = named_orders(name, pp, count, None if stages is None else len(stages) // pp)
+        schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
+        check_turns(program, count, name, schedule, max(a.stage for order in orders for a in order) + 1)
 
 
 def _degrees(constraints: Constraints, n: int) -> tuple[int, ...]:

@@ -37,6 +37,13 @@ CALL_S, WHOLE = 1.5e-3, 0.7
 them, what it takes in each that is lowered and simulated once the plan is made whole (see `full_rounds`)."""
 
 
+def no_room(needed_bytes: int, budget: int) -> SolverLimitError:
+    """What is said of a plan that allocators have no room for."""
+    return SolverLimitError(
+        f"it fits by the bytes alive, but {say_size(needed_bytes)} would be reserved, of {say_size(budget)}"
+    )
+
+
 @dataclass
 class Effort:
     """What pipelines take to plan.
@@ -129,9 +136,7 @@ class Drafting:
             start = replace(start, sharding=self._sharding(estimate), taken=estimate.taken)
         assert first is not None
         self.roomless.append(first)
-        raise SolverLimitError(
-            f"it fits by the bytes alive, but {say_size(needed)} would be reserved, of {say_size(budget)}"
-        )
+        raise no_room(needed, budget)
 
     def start(self, estimate: Estimate, within_s: float) -> Start:
         """What is known of an estimate's pipeline before it is planned."""

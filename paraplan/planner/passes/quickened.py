@@ -15,6 +15,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay
+from paraplan.planner.passes.gather_timing import gathered
 from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.passes.state_placement import choose_places
@@ -31,7 +32,8 @@ def quickened(best: Candidate, limits: SolveLimits, constraints: Constraints) ->
         constraints: what is pinned stays.
     """
     made, budget = Realised(best.plan, lower(best.plan), best.simulation), int(limits.memory_bytes)
-    made = overlapped(reducing(cast_once(made, budget), budget), constraints.overlap, budget)
+    made = gathered(cast_once(made, budget), budget)
+    made = overlapped(reducing(made, budget), constraints.overlap, budget)
     return placed(replace(best, plan=made.plan, simulation=made.simulation), limits, constraints)
 
 

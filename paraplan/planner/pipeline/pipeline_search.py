@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -31,11 +32,12 @@ from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.evaluate_plan import gathers
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
+from paraplan.planner.passes.gather_timing import gathered
 from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.pipeline.draft import Draft
-from paraplan.planner.pipeline.pipeline import rescheduled
+from paraplan.planner.pipeline.pipeline import activations_of, rescheduled
 from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of, of_few_microbatches, taken_s
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
 from paraplan.planner.pipeline.stage_prices import Sharding
@@ -49,8 +51,9 @@ SHARDINGS = 3
 """Shardings tried, each keeping less than the one before."""
 TIMES = 3
 """How often all microbatches of a plan are looked at: as much less may be held as they needed too much before."""
-QUICKER = 0.02
-"""What a plan is thought to gain at most once its messages, reductions and products are."""
+QUICKER, HIDDEN = 0.02, 0.5
+"""What a plan is thought to gain at most once its messages, reductions and products are; or so much of what it waits
+for communication, if that is more."""
 SCOPE = "these stages, this schedule and this sharding: the work of the busiest stream of any rank"
 
 
@@ -167,19 +170,33 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
     taken = start.taken if case.is_cut_by_time else ()
     if start.sharding is not None and case.constraints.recompute is None:
         begun = case.begun(start.sharding, taken)
-        if case.least_s(begun) > (1 + QUICKER) * start.within_s:
-            return Slower(case.least_s(begun))
+        if _is_slower(case, begun, start.within_s):
+            quicker = gathered(begun, case.budget)
+            if _is_slower(case, quicker, start.within_s):
+                return Slower(case.least_s(quicker))
     for rung in case.constraints.placing.rungs(case.constraints.tiers)[:2]:
         if not fitting:
             here = replace(case, inner=case.inner.placed(rung))
             tried += _with_shardings(here, shardings, start, None if tried else begun, taken)
             fitting = [made for made in tried if case.fits(made)]
-    if not fitting and case.params_ahead and any(gathers(made.programs) for made in tried):
-        return _fastest(replace(case, params_ahead=False), shardings, start)
+    later: Realised | Slower | None = None
+    short = len(fitting) < len(tried) or any(map(any, (activations_of(made.plan) for made in fitting)))
+    if case.params_ahead and short and any(gathers(made.programs) for made in tried):
+        with suppress(SolverLimitError):
+            later = _fastest(replace(case, params_ahead=False), shardings, start)
     if not fitting:
-        raise SolverLimitError(_overflow(case, tried))
+        if later is None:
+            raise SolverLimitError(_overflow(case, tried))
+        return later
     best = min(fitting, key=taken_s)
-    return _quickened(best, case.constraints, case.alive_budget(best))
+    best = _quickened(best, case.constraints, case.alive_budget(best))
+    return later if isinstance(later, Realised) and taken_s(later) < taken_s(best) else best
+
+
+def _is_slower(case: PipelineCase, made: Realised, within_s: float) -> bool:
+    """Whether a plan stays slower than so much whatever passes gain."""
+    waits = HIDDEN * made.simulation.exposed_comm_s / made.simulation.step_s
+    return case.least_s(made) > (1 + max(QUICKER, waits)) * within_s
 
 
 def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
@@ -242,7 +259,7 @@ def _quickened(best: Realised, constraints: Constraints, budget: Budget) -> Real
         made = realised(tried)
         return made.simulation.step_s if made.left_bytes(budget) >= 0 and not made.over_bytes else math.inf
 
-    made = parted(cast_once(best, budget), budget)
+    made = parted(gathered(cast_once(best, budget), budget), budget)
     made = overlapped(reducing(made, budget), constraints.overlap, budget)
     plan = choose_ahead(choose_delay(made.plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
     return made if plan == made.plan else realised(plan)

@@ -88,7 +88,7 @@ def test_what_is_held(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_pipeline_without_room_for_it(tiny_gpt2) -> None:  # type: ignore[no-untyped-def]
     """Where no plan fits with parameters gathered ahead, one that gathers them where they are read may."""
-    pins = Constraints(pp=2, dp=2, zero=3, microbatches=4, recompute="none", reserve_bytes=0)
+    pins = Constraints(pp=2, dp=2, zero=3, microbatches=4, schedule="1f1b", recompute="none", reserve_bytes=0)
     roomy = search(tiny_gpt2.job(4), pins).plan
     assert roomy.params_ahead
     here = realised(msgspec.structs.replace(roomy, params_ahead=False))

@@ -1,0 +1,91 @@
+"""A plan that fits by the bytes alive, made one for which allocators have room as well, in its own layouts.
+
+What a caching allocator reserves is known once a plan is lowered, and is no steady function of what is alive: large
+parameters are gathered where they are read, not before; and of one stage, more is made again, as much as was reserved
+too much, and a little more each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from paraplan.cost_models.predict import predict, with_reserved
+from paraplan.ir.plan import Plan, Prediction
+from paraplan.ir.sizes import say_size
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.evaluate_plan import gathers
+from paraplan.planner.one_stage.refitted import refitted
+from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
+
+REFITS, REFIT_STEP = 5, 0.02
+"""How often a plan is to recompute more; of the budget, by how much at least, times how often it has been."""
+
+
+def needed_bytes(plan: Plan) -> int:
+    """The most any rank's allocator reserves; where devices have none that caches, the most alive."""
+    return max(_predicted(plan).reserved_bytes or _predicted(plan).peak_bytes)
+
+
+def with_room(
+    job: Job, constraints: Constraints, plan: Plan, budget: int, deadline: Deadline, progress: Callable[[str], None]
+) -> list[Plan]:
+    """Plans in the layouts of one that allocators have room for: at most one of each way; none where there is none.
+
+    Args:
+        job, constraints: what was planned.
+        plan: priced, with what is reserved for it, which is more than the budget.
+        budget: bytes a device may hold.
+        deadline: of the search; after it nothing is begun again.
+        progress: told what is being tried.
+    """
+    return [*gathering_later(plan, budget), *_recomputing_more(job, constraints, plan, budget, deadline, progress)]
+
+
+def gathering_later(plan: Plan, budget: int) -> list[Plan]:
+    """The plan with large parameters gathered where they are read, not before, if allocators have room for that.
+
+    Args:
+        plan, budget: as of `with_room`.
+    """
+    known = plan.certificate
+    if known is None or not plan.params_ahead or not gathers(programs_of(plan)):
+        return []
+    plan = msgspec.structs.replace(plan, params_ahead=False)
+    made = as_a_whole(plan)
+    prediction = predict(plan, made.programs, made.simulation)
+    bound_s = min(known.bound_s, prediction.step_s)
+    certificate = msgspec.structs.replace(
+        known, status="feasible", bound_s=bound_s, gap=1 - bound_s / prediction.step_s
+    )
+    plan = msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
+    later = with_reserved(plan, made.programs, budget)
+    return [later] if needed_bytes(later) <= budget else []
+
+
+def _recomputing_more(
+    job: Job, constraints: Constraints, plan: Plan, budget: int, deadline: Deadline, progress: Callable[[str], None]
+) -> list[Plan]:
+    """The plan of one stage with as much more made again as allocators need to have room for it."""
+    allowed = budget
+    for again in range(REFITS):
+        if again and deadline.is_over:
+            break
+        over = max(needed_bytes(plan) - budget, int(REFIT_STEP * (again + 1) * budget))
+        progress(f"{say_size(needed_bytes(plan))} would be reserved of {say_size(budget)}; recomputing more")
+        allowed = min(max(_predicted(plan).peak_bytes), allowed) - over
+        found = refitted(job, plan, constraints, allowed, deadline.share_s(0.5)) if allowed > 0 else None
+        if found is None:
+            return []
+        plan = with_reserved(found, programs_of(found), budget)
+        if needed_bytes(plan) <= budget:
+            return [plan]
+    return []
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.prediction is not None
+    return plan.prediction

@@ -1,0 +1,39 @@
+"""When parameters are gathered, and how many at a time: as the finished plan is fastest.
+
+What is gathered a segment ahead (`StepOptions.params_ahead`), or with those of other segments (`bundle_bytes`), comes
+beside computation and in fewer messages, but before what that segment itself sends over the same links: where it waits
+for exchanges of its own (experts' tokens, partial sums), these then come later, and a bundle is there when its last
+parameter is. The finished plan is lowered and simulated each way.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paraplan.cost_models.realised_plan import Budget, Realised, realised
+from paraplan.planner.evaluate_plan import gathers
+
+WORTH = 0.01
+"""Share of a step that communication is waited for, from which on another time is tried."""
+
+
+def gathered(made: Realised, budget: Budget) -> Realised:
+    """The plan with parameters gathered where they are read, or each alone, where it is faster so and fits.
+
+    Args:
+        made: the plan.
+        budget: bytes that devices may hold.
+    """
+    plan, simulation = made.plan, made.simulation
+    if plan.memory_actions is not None or simulation.exposed_comm_s < WORTH * simulation.step_s:
+        return made
+    if not gathers(made.programs):
+        return made
+    options = plan.options
+    tries = dict.fromkeys((options.but(params_ahead=False), options.but(bundle_bytes=0), options.lean))
+    found = [
+        realised(msgspec.structs.replace(plan, **msgspec.structs.asdict(each))) for each in tries if each != options
+    ]
+    fitting = [each for each in found if each.left_bytes(budget) >= 0 and each.over_bytes == made.over_bytes]
+    best = min(fitting, key=lambda each: each.simulation.step_s, default=made)
+    return best if best.simulation.step_s < simulation.step_s * (1 - 1e-9) else made
