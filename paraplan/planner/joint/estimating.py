@@ -34,8 +34,8 @@ def estimate_best(
         faults: added to: why some are not estimated.
         share: of the budget, what they are to hold at most.
     """
+    form = pricing.form = ClosedForm(pricing.job.cluster, int(share * pricing.budget))
     pricing.price_all(listed, best_s)
-    form = ClosedForm(pricing.job.cluster, int(share * pricing.budget))
     quick: list[tuple[float, int, Combination, StagePrices]] = []
     for number, combination in enumerate(listed):
         known = [

@@ -29,12 +29,13 @@ from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.bounding.proving import Bounding, bound_of
-from paraplan.planner.joint.combinations import ONE_STAGE, Combination
+from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.drafting import Drafting, Effort
 from paraplan.planner.joint.drafting_beside import Drafted, PackedEstimate, drafted_beside, received
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
+from paraplan.planner.joint.promise import FIRST_SLACK, Promise
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_search import Slower
@@ -51,19 +52,10 @@ MESHES = 6
 """Of one stage, up to which each is solved."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
-SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.01, 0.05, 0.1
-"""What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
-one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
-a second."""
-UNFIT = 1.1
-"""How much longer than estimated a schedule's pipelines are taken to be for one that was to fit and does not."""
-LEANER = (1.0, 0.93, 0.85, 0.75, 0.6, 0.45, 0.3)
+LEANER = (1.0, 0.9, 0.75, 0.5)
 """Of the budget, what pipelines are estimated for, one after another as long as some that were to fit do not."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
-ALIKE = 1.05
-"""How much longer than estimated pipelines of a schedule not planned yet are thought to be at most, for those of others
-having been."""
 SHARED = 2.0
 """How much longer a draft may take where others are made beside it."""
 INTERRUPTED = "interrupted"
@@ -101,8 +93,7 @@ class JointSearch:
     words: list[str] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     faults: list[ParaplanError] = field(default_factory=list)
-    _off: dict[str, float] = field(default_factory=dict)
-    _unfit: dict[str, float] = field(default_factory=dict)
+    _promise: Promise = field(default_factory=Promise)
     _longer: list[float] = field(default_factory=list)
     _bound: Bounding | None = None
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
@@ -230,13 +221,9 @@ class JointSearch:
     def _plan_promising(self, estimates: Sequence[Estimate]) -> bool:
         """Plan estimated combinations, the most promising first, until no other promises to be faster; whether all that
         were to fit did, or there was no time for others.
-
-        An estimate is taken to be off by as much as the last one of its schedule was (`_off`), a pipeline's of a
-        schedule not planned yet by as much as the best of others, and not by more than `ALIKE`: what is left out of it
-        is left out of all.
         """
         waiting, in_vain, effort = list(estimates), 0, Effort(len(self.job.program.segments))
-        self._unfit.clear()
+        self._promise.unfit.clear()
         most = max((each.combination.num_actions for each in estimates), default=1)
 
         def rank(estimate: Estimate) -> float:
@@ -250,11 +237,9 @@ class JointSearch:
             if not in_time and (self.drafts or in_vain >= MOST):
                 return True
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
-            if in_vain >= MOST and (self.drafts or self._unfit or math.isinf(first.step_s)):
+            if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):
                 break
-            family = first.family
-            slack = ONE_STAGE_SLACK if family == ONE_STAGE else SLACK if family in self._off else FIRST_SLACK
-            if self._hoped_s(first) > (1 + slack) * self.best_s:
+            if self._hoped_s(first) > (1 + self._promise.slack(first)) * self.best_s:
                 break
             waiting.remove(first)
             began_s = self.deadline.passed_s
@@ -267,7 +252,7 @@ class JointSearch:
                 self._plan(estimate, make)
                 in_vain = 0 if self.best_s < before else in_vain + 1
             effort.took(first.combination, self.deadline.passed_s - began_s)
-        return not self._unfit
+        return not self._promise.unfit
 
     def _beside(self, estimates: Sequence[Estimate]) -> list[tuple[Estimate, Make]]:
         """Estimates whose drafts other processes make from now on, as many as have nothing to do, of those that may
@@ -294,9 +279,7 @@ class JointSearch:
         return SolverLimitError(f"{fault}{more}", lambda: f"{fault.explained()}{more}")
 
     def _hoped_s(self, estimate: Estimate) -> float:
-        known = [off for family, off in self._off.items() if family != ONE_STAGE]
-        usual = 1.0 if estimate.family == ONE_STAGE or not known else min(*known, ALIKE)
-        return estimate.step_s * self._off.get(estimate.family, usual) * self._unfit.get(estimate.family, 1.0)
+        return self._promise.hoped_s(estimate, self.pricing.kind(estimate.combination))
 
     def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
@@ -370,15 +353,12 @@ class JointSearch:
         within_s = self.best_s if estimate.combination.pp > 1 else math.inf  # one stage takes a second
         make = partial(drafting.drafted, estimate, within_s) if beside is None else partial(beside, drafting)
         pins = drafting.pins(estimate)
-        found_s, family = self._try(estimate.combination.text, pins, make, f" ({said})", step_s), estimate.family
+        found_s = self._try(estimate.combination.text, pins, make, f" ({said})", step_s)
         for draft in drafting.roomless:
             self.roomless.append(draft)
             self._drafted[id(draft)] = estimate.combination.text, step_s, {}
         if step_s is not None:
-            if found_s is None:
-                self._unfit[family] = UNFIT * self._unfit.get(family, 1.0)
-            else:
-                self._off[family] = found_s / step_s
+            self._promise.planned(estimate, self.pricing.kind(estimate.combination), found_s)
 
 
 def _received(answer: Callable[[], Drafted], drafting: Drafting) -> Draft | Slower:

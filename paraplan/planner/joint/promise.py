@@ -1,0 +1,70 @@
+"""What estimates promise, as plans made of others have shown how far they are off.
+
+An estimate is taken to be off by as much as the last one of its family was; a pipeline's of a family not planned yet by
+as much as the best of others, and not by more than `ALIKE`: what is left out of it is left out of all. Where one was to
+fit and does not, others of its kind (inner axes and samples of a microbatch) are taken to be longer, and those of its
+family by as much again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from paraplan.planner.joint.combinations import ONE_STAGE
+from paraplan.planner.joint.estimate import Estimate
+
+SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.01, 0.05, 0.1
+"""What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
+one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
+a second."""
+ALIKE = 1.05
+"""How much longer than estimated pipelines of a family not planned yet are thought to be at most, for those of others
+having been."""
+UNFIT = 1.15
+"""How much longer than estimated pipelines of a kind are taken to be for each that was to fit and does not."""
+
+
+@dataclass
+class Promise:
+    """What is known of estimates.
+
+    Attributes:
+        off: per family, what its last plan took to its estimate.
+        unfit: per kind, and per kind and family, how many were to fit and did not.
+    """
+
+    off: dict[str, float] = field(default_factory=dict)
+    unfit: Counter[Hashable] = field(default_factory=Counter)
+
+    def hoped_s(self, estimate: Estimate, kind: Hashable) -> float:
+        """What its plan is thought to take.
+
+        Args:
+            estimate: which.
+            kind: of its prices.
+        """
+        known = [off for family, off in self.off.items() if family != ONE_STAGE]
+        usual = 1.0 if estimate.family == ONE_STAGE or not known else min(*known, ALIKE)
+        unfit = self.unfit[kind] + self.unfit[kind, estimate.family]
+        return estimate.step_s * self.off.get(estimate.family, usual) * UNFIT**unfit
+
+    def slack(self, estimate: Estimate) -> float:
+        """What it may be too high by."""
+        if estimate.family == ONE_STAGE:
+            return ONE_STAGE_SLACK
+        return SLACK if estimate.family in self.off else FIRST_SLACK
+
+    def planned(self, estimate: Estimate, kind: Hashable, found_s: float | None) -> None:
+        """It was planned.
+
+        Args:
+            estimate: one that was to fit.
+            kind: of its prices.
+            found_s: what its plan takes; None where it does not fit.
+        """
+        if found_s is None:
+            self.unfit.update((kind, (kind, estimate.family)))
+        else:
+            self.off[estimate.family] = found_s / estimate.step_s
