@@ -50,6 +50,8 @@ USUAL_SHARE = 0.15
 """Of the time limit, for plain data parallelism to be planned before all else."""
 MESHES = 6
 """Of one stage, up to which each is solved."""
+NEARLY = 1.02
+"""How much slower than the best a plan of one stage may be for its mesh to be solved."""
 MOST = 4
 """Pipelines planned one after another without one being faster than the best, after which no other is."""
 LEANER = (1.0, 0.9, 0.75, 0.5)
@@ -283,14 +285,18 @@ class JointSearch:
 
     def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
-        nothing else was found, and where one stage is the best, on its mesh."""
+        nothing else was found, and where one stage is the best or nearly so, allocators having room for it or not, on
+        its mesh."""
         if self._piped or (self.drafts and self.deadline.is_over):
             return
         best = min(self.drafts, key=self._whole_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
             self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify))
-        elif len((plan := best.made()).stages) == 1:
-            mesh, count = plan.stages[0].mesh.shape, plan.num_microbatches
+            return
+        alone = [draft for draft in (*self.drafts, *self.roomless) if len(draft.sample.stages) == 1]
+        nearest = min(alone, key=self._whole_s, default=None)
+        if nearest is not None and self._whole_s(nearest) <= NEARLY * self._whole_s(best):
+            mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
             pinned = msgspec.structs.replace(self.constraints, microbatches=count)
             if self._meshes_free:
                 pinned = msgspec.structs.replace(pinned, mesh=mesh)
