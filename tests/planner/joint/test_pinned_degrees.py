@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -13,8 +13,9 @@ import torch
 from benchmarks.megatron_gpt import GPTSettings, MegatronGPT
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.cost_models.realised_plan import Budget, Realised
 from paraplan.ir.optimizer import OPTIMIZERS
-from paraplan.ir.plan import ModelRef
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
@@ -23,7 +24,11 @@ from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimate import Pricer
 from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.pipeline import with_activations
+from paraplan.planner.pipeline.pipeline_case import case_of
 from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.recompute.class_memory import ClassMemory
+from paraplan.planner.recompute.stage_memory import LOOSE, recomputing
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import named_times
 from paraplan.planner.schedules.schedule_problem import StageCosts
@@ -148,3 +153,37 @@ def test_estimates_of_pinned_stages_are_of_them(gpt: Job) -> None:
     uneven = Pricer(gpt.cluster, 1 << 40, ((0, 2), (2, last))).estimate(combination, prices, (2,))
     assert free is not None and uneven is not None
     assert uneven.bounds == ((0, 2), (2, last)) and uneven.step_s > free.step_s
+
+
+@dataclass
+class Jumping(ClassMemory):
+    """Of which more is reserved than is alive as soon as that is above a threshold, as allocators' fragments are."""
+
+    threshold: int = 0
+    more: int = 0
+
+    def needed(self, plan: Plan, budget: Budget) -> tuple[int, ...]:
+        return tuple(n + self.more * (n > self.threshold) for n in super().needed(plan, budget))
+
+    def seen(self, made: Realised, budget: Budget) -> tuple[int, ...]:
+        return tuple(n + self.more * (n > self.threshold) for n in made.simulation.peak_bytes)
+
+
+def test_what_a_position_makes_again_too_much_is_taken_back(gpt: Job) -> None:
+    """What is over by a jump does not ask for as much to be made again once the jump is past."""
+    pins = Constraints(pp=2, mesh=(2,), microbatches=8, schedule="1f1b", reserve_bytes=0)
+    pricing = Pricing(gpt, pins, 1 << 40, lambda _: None, Deadline(60.0))
+    combination = Combination(2, (2,), 8, "1f1b", 1)
+    (prices, *_) = pricing.priced(combination, [combination])
+    kept = case_of(gpt, pins).begun(prices.sharding, ())
+    whole, options = kept.peak_bytes, prices.sharding.options
+    threshold = int(0.9 * whole)
+    memory = Jumping(threshold=threshold, more=int(0.2 * whole))
+    budget = int(0.95 * whole)
+    made = recomputing(
+        kept.plan, lambda fates: with_activations(kept.plan, fates), lambda _: options, budget, memory=memory
+    )
+    assert max(memory.seen(made, budget)) <= budget
+    # the first stage: two in flight; an option of a segment, what is left free, and half of it between two rounds
+    step = max(a.saved_bytes - b.saved_bytes for hull in options for a, b in itertools.pairwise(hull))
+    assert threshold >= made.peak_bytes >= threshold - 2 * step - 2 * LOOSE * budget
