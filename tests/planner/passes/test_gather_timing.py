@@ -21,7 +21,7 @@ from paraplan.planner.search import search
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("width", [512, 1024])
 def test_no_other_time_to_gather_is_faster(width: int, pp: int) -> None:
-    """Of 1 MiB each all come in one bundle, which is there when its last one is; of 4 MiB each alone, a segment ahead."""
+    """Of 1 MiB each all come in one bundle, there when its last one is; of 4 MiB each alone, a segment ahead."""
     with torch.device("meta"):
         model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(width, width), nn.Tanh())])
         batch = {"input": torch.zeros(64, width)}
