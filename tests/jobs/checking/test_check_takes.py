@@ -162,6 +162,25 @@ def test_half_precision_is_bounded_by_eager_rounding(precision: str, made: type[
     assert errors.failure == "" and 1e-5 < errors.eager < 1 and "times the rounding of eager" in errors.how
 
 
+class Untrained(Base):
+    """Parameters that forward never reads, or detached: no step updates them."""
+
+    def setup(self) -> None:
+        self.never, self.fixed = nn.Linear(4, 4), nn.Linear(16, 16)
+
+    def middle(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.fixed(h).sigmoid()
+        return h * gate
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_parameters_without_gradients_pass(precision: str) -> None:
+    plan = planned(captured(Untrained(), batch(0, torch.float32), precision), dp=2, microbatches=1)
+    errors = Run(plan, Untrained(), lambda step: batch(step, torch.float32)).steps(2)
+    assert errors.failure == ""
+
+
 def test_a_loss_that_is_nan_is_told() -> None:
     errors = check(Base(), lambda step: {**batch(step), "x": batch(step)["x"] * float("nan")})
     assert errors.failure == "" and "the loss of step 1 is nan and little is compared" in errors.how
