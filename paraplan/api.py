@@ -330,7 +330,8 @@ def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: C
     if asked.progress is not None:
         asked.progress(f"capturing {type(model).__name__}")
     program, reads, reference = _captured(model, asked, _apart(asked.per_microbatch, pins.microbatches))
-    job = _part("Job")(program, spec, OPTIMIZERS[asked.optimizer], reference, versions(), profile=times)
+    optimizer = msgspec.structs.replace(OPTIMIZERS[asked.optimizer], accumulates=asked.accumulate)
+    job = _part("Job")(program, spec, optimizer, reference, versions(), profile=times)
     return job, reads, warning
 
 
