@@ -101,14 +101,14 @@ def test_edited_pins_are_refused(plan: pp.Plan, pins: dict[str, object]) -> None
         constraints_of(msgspec.structs.replace(plan.data, pins=pins))
 
 
-EDITED: list[tuple[dict[str, Any], str]] = [
+ALTERED: list[tuple[dict[str, Any], str]] = [
     ({"pins": {"memory_bytes": "x"}}, r"the plan's pins are none.*pins\.memory_bytes"),
     ({"pins": {"dp": 2, "foo": 1}}, r"the plan's pins are none.*unknown field `foo`"),
     ({"tried": [{"what": "x", "pins": {"dp": "two"}}]}, r"the plan's tried\[0\]\.pins are none.*tried\[0\]\.pins\.dp"),
 ]
 
 
-@pytest.mark.parametrize(("change", "says"), EDITED)
+@pytest.mark.parametrize(("change", "says"), ALTERED)
 def test_files_with_edited_pins_are_refused_as_they_are_read(
     plan: pp.Plan, tmp_path: Path, change: dict[str, Any], says: str
 ) -> None:
