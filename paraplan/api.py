@@ -52,6 +52,7 @@ Progress = Callable[[str], None]
 
 _PARTS = {
     "check_on_cluster": "paraplan.planner.mixed.listing",
+    "check_pins": "paraplan.planner.alternatives.filed_pins",
     "check_param_names": "paraplan.planner.contradictions",
     "capture_with_reads": "paraplan.capture.capture",
     "plan_by": "paraplan.baselines.planners",
@@ -96,7 +97,9 @@ class Plan:
             InvalidPlanError: unreadable, truncated, an unknown key, a wrong type, or not legal.
             PlanMismatchError: made by a newer paraplan.
         """
-        return cls(read_plan(path, Programs(_part("programs_of"), _part("as_a_whole"))))
+        plan = read_plan(path, Programs(_part("programs_of"), _part("as_a_whole")))
+        _part("check_pins")(plan)
+        return cls(plan)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; equal plans make equal bytes."""
@@ -330,7 +333,8 @@ def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: C
     if asked.progress is not None:
         asked.progress(f"capturing {type(model).__name__}")
     program, reads, reference = _captured(model, asked, _apart(asked.per_microbatch, pins.microbatches))
-    job = _part("Job")(program, spec, OPTIMIZERS[asked.optimizer], reference, versions(), profile=times)
+    optimizer = msgspec.structs.replace(OPTIMIZERS[asked.optimizer], accumulates=asked.accumulate)
+    job = _part("Job")(program, spec, optimizer, reference, versions(), profile=times)
     return job, reads, warning
 
 

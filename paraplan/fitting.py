@@ -24,7 +24,6 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict, with_reserved
 from paraplan.ir import plan as ir_plan
 from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
-from paraplan.ir.execution import names as outer_names
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.options import check_keywords, fields_of, from_keywords, takes_options
 from paraplan.ir.sizes import parse_bytes
@@ -172,11 +171,9 @@ def _remade(
 
 
 def _scheduled(whole: Plan, budget: int, asked: FitOptions, tiers: tuple[Tier, ...]) -> Plan:
-    """The plan within a budget, of which gradients and what is held beside the step take a part; an error says what
-    would do."""
+    """The plan within a budget, of which what is held beside the step takes a part; an error says what would do."""
     started, program = time.perf_counter(), whole.programs[0]
-    grads_bytes = sum(program.outer[outer_names.param(name)].nbytes for name in program.grads)
-    beside = grads_bytes * asked.accumulate + _LOSS_BYTES + held_bytes(program)
+    beside = _LOSS_BYTES + held_bytes(program)
     try:
         made = schedule_memory(whole.data, budget, MemoryLimits(time_s=asked.time_limit_s), tiers, beside)
     except NoPlanError as fault:

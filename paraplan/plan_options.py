@@ -61,6 +61,14 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             check=_check_optimizer,
         ),
     ] = "adamw"
+    accumulate: Annotated[
+        bool,
+        Option(
+            "Gradients of several steps are added up for an update.",
+            "whether the loop adds up gradients of several steps (backwards) for an update: the sum so far counts too.",
+            MODEL,
+        ),
+    ] = False
     dynamic: Annotated[
         tuple[str, ...],
         Option(
@@ -81,6 +89,7 @@ class CaptureKeywords(TypedDict, total=False):
     loss: LossChoice
     batch_dims: Mapping[str, int | None] | None
     optimizer: str
+    accumulate: bool
     dynamic: Sequence[str]
     progress: Callable[[str], None] | None
 
@@ -193,9 +202,6 @@ class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):
 class FitOptions(CaptureOptions, frozen=True, kw_only=True):
     """How a model is fitted into a memory budget."""
 
-    accumulate: Annotated[
-        bool, Option("", "gradients are accumulated over several backwards: the sum so far counts too.")
-    ] = False
     microbatches: Annotated[int, Option("", "how many parts a batch is worked on in, one after another.")] = 1
     offload: Annotated[
         bool,
@@ -230,7 +236,6 @@ class FitOptions(CaptureOptions, frozen=True, kw_only=True):
 class FitKeywords(CaptureKeywords, total=False):
     """The keywords of `fit`."""
 
-    accumulate: bool
     microbatches: int
     offload: bool
     time_limit_s: float

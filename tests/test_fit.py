@@ -139,7 +139,10 @@ def test_dropout_is_the_same_whatever_is_executed_again() -> None:
 def test_gradients_accumulate_and_losses_are_scaled() -> None:
     model, twin = made(), made()
     trained = fitted(model, 1.0)
-    assert fitted(made(), 1.0, accumulate=True).plan.prediction.peak_bytes[0] < peak()
+    summed = fitted(made(), 1.0, accumulate=True).plan
+    grads_bytes = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    assert summed.prediction.peak_bytes[0] <= peak() < summed.programs[0].optimizer_bytes + peak()
+    assert summed.programs[0].optimizer_bytes - trained.plan.programs[0].optimizer_bytes == grads_bytes
     for step in range(3):
         (trained(**batch(step))["loss"] / 3).backward()
         (twin(**batch(step))["loss"] / 3).backward()

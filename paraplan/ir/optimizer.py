@@ -18,6 +18,8 @@ class Optimizer(Value, frozen=True, kw_only=True):
         scalar_bytes: bytes of small state per parameter (step counters).
         fused: whether torch's fused kernels update what has no gaps (`ir.model.fused_updates`), which takes no
         workspace.
+        accumulates: whether the loop adds gradients of several steps up for an update, so that those of earlier steps
+            are there all the while.
     """
 
     name: str
@@ -26,6 +28,12 @@ class Optimizer(Value, frozen=True, kw_only=True):
     lingering_slots: int = 0
     scalar_bytes: int = 0
     fused: bool = False
+    accumulates: bool = False
+
+    @property
+    def kept_slots(self) -> int:
+        """Tensors of a parameter's size that stay from step to step beside it."""
+        return self.state_slots + self.accumulates
 
     def workspace_bytes(self, sizes: Sequence[int]) -> int:
         """The most an update that is not fused of parameters of these bytes, one after another, allocates and drops

@@ -221,19 +221,23 @@ class RankSteps:
         )
 
     def _update_bytes(self, outer: dict[Name, OuterValue]) -> dict[str, tuple[int, int]]:
-        """Per place of an update, bytes of the states that stay there, and of the update's workspace."""
+        """Per place of an update, bytes of the states that stay there and of earlier steps' gradients, and of the
+        update's workspace."""
         optimizer, layouts = self.rank.plan.optimizer, self.rank.holding.params
         sizes: dict[str, list[int]] = {"": []}
-        scalars: Counter[str] = Counter()
+        others: Counter[str] = Counter()
         for name in self.rank.trained:
             value, tier = outer[outer_names.state(name)], layouts[name].update_tier
             here = sizes.setdefault(tier, [])
-            scalars[tier] += optimizer.scalar_bytes
+            nbytes = math.prod(value.shape) * _itemsize(value.dtype)
+            others[tier] += optimizer.scalar_bytes
+            if optimizer.accumulates and not layouts[name].grad_tier:  # where gradients wait, they are added there
+                others[tier] += nbytes
             if not layouts[name].staged:
-                here.append(math.prod(value.shape) * _itemsize(value.dtype))
+                here.append(nbytes)
         return {
             tier: (
-                sum(here) * optimizer.state_slots + scalars[tier],
+                sum(here) * optimizer.state_slots + others[tier],
                 0 if tier in self._fused else optimizer.workspace_bytes(here),
             )
             for tier, here in sizes.items()

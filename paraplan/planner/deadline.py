@@ -13,10 +13,12 @@ class Deadline:
 
     Attributes:
         limit_s: seconds from its making on.
+        asked_s: seconds that were asked for; 0 where a first plan was.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, asked_s: float | None = None) -> None:
         self.limit_s, self._started = limit_s, time.perf_counter()
+        self.asked_s = limit_s if asked_s is None else asked_s
 
     @property
     def passed_s(self) -> float:

@@ -14,6 +14,7 @@ import networkx as nx
 
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.sizes import say_size
 
 
 @dataclass(frozen=True)
@@ -97,3 +98,9 @@ def grad_classes(program: Program) -> tuple[GradClass, ...]:
             kind = program.kinds[readers[0][0]]
             found.append(GradClass(readers, makers, kind.graph.values[kind.inputs[readers[0][1]]]))
     return tuple(found)
+
+
+def largest_param(program: Program) -> str:
+    """The parameter that takes most, for messages."""
+    name, spec = max(((n, p.spec) for n, p in program.params.items()), key=lambda item: item[1].nbytes)
+    return f"the largest tensor is {name} {spec} ({say_size(spec.nbytes)})"

@@ -101,8 +101,8 @@ def _search_room(
     progress: Progress = lambda text: None,
     certify: bool = True,
 ) -> BestPlan:
-    time_limit_s = planning_time_s(time_limit_s)
-    deadline = Deadline(time_limit_s)
+    deadline = Deadline(planning_time_s(time_limit_s), time_limit_s)
+    time_limit_s = deadline.limit_s
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
     first_s = (FIRST if looks else 1.0) * time_limit_s
     try:
@@ -259,7 +259,9 @@ def _timed(found: BestPlan, deadline: Deadline) -> BestPlan:
     """With a note where time ran out."""
     if not deadline.is_over:
         return found
-    note = f"the time limit of {deadline.limit_s:g} s ran out: with more, a faster plan may be found"
+    first = "the first plan found that fits, as a time limit of 0 s asks for"
+    said = f"the time limit of {deadline.asked_s:g} s ran out" if deadline.asked_s else first
+    note = f"{said}: with more, a faster plan may be found"
     return replace(found, plan=msgspec.structs.replace(found.plan, notes=(*found.plan.notes, note)))
 
 
@@ -318,7 +320,7 @@ def _last_of(tries: Sequence[BestPlan]) -> BestPlan:
 def _no_room(budget: int, tries: Sequence[BestPlan], deadline: Deadline, why: NoPlanError | None) -> str:
     """Why there is no plan, and what to do."""
     least = min(needed_bytes(each.plan) for each in tries)
-    late = f"; the time limit of {deadline.limit_s:g} s ran out, and more may help" if deadline.is_over else ""
+    late = f"; the time limit of {deadline.asked_s:g} s ran out, and more may help" if deadline.is_over else ""
     less = "" if why is None else f". For less memory: {why}"
     return (
         f"plans fit by the bytes alive, but of the {len(tries)} tried {say_size(least)} at least would be reserved, "

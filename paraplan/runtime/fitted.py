@@ -33,6 +33,7 @@ from paraplan.runtime.state.captured_settings import Settings
 from paraplan.runtime.state.checkpoint import is_like
 from paraplan.runtime.state.progress import Optimizers, groups_of, optimizers_in, pack, unpack
 from paraplan.runtime.state.training_state import ABOUT, about_run, give_numbers, read_numbers
+from paraplan.runtime.state.unread import buffer_names
 
 
 class FittedModule(nn.Module):
@@ -152,9 +153,9 @@ class FittedModule(nn.Module):
             scaler: torch's.
         """
         model, program = self._fit_model[0], self._fit_step.plan.program
-        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        kept = {name: x.detach().cpu().clone() for name, x in model.named_parameters(remove_duplicate=False)}
-        kept |= {name: buffers[name].detach().cpu().clone() for name in program.buffer_updates}
+        params = dict(model.named_parameters())
+        own = {**dict(model.named_parameters(remove_duplicate=False)), **self._state_buffers()}
+        kept = {name: x.detach().cpu().clone() for name, x in own.items()}
         optimizers = optimizers_in(optimizer)
         slots = {
             name: {key: x.detach().cpu() if isinstance(x, Tensor) else x for key, x in each.state[param].items()}
@@ -183,7 +184,7 @@ class FittedModule(nn.Module):
         model, optimizers, program = self._fit_model[0], optimizers_in(optimizer), self._fit_step.plan.program
         params = dict(model.named_parameters())
         numbers = read_numbers(program, full, optimizers, groups_of(optimizers, params), scheduler, scaler)
-        own = {**params, **{name: x for name, x in model.named_buffers() if name in program.buffer_updates}}
+        own = {**params, **self._state_buffers()}
         with torch.no_grad():
             for name, tensor in own.items():
                 if name in full["model"]:
@@ -200,6 +201,13 @@ class FittedModule(nn.Module):
                     }
         give_numbers(numbers, optimizers, scheduler, scaler)
         self._fit_step.go_on_from(numbers["steps_done"], numbers["seed"])
+
+    def _state_buffers(self) -> dict[str, Tensor]:
+        """The buffers of a state dict, and those that training writes, under each of their names."""
+        model, written = self._fit_model[0], self._fit_step.plan.program.buffer_updates
+        names = {each for every in buffer_names(model).values() for each in every}
+        buffers = model.named_buffers(remove_duplicate=False)
+        return {name: x for name, x in buffers if name in names or name in written}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Made again of the model and its plan: what runs them holds functions and handles."""

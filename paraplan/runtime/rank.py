@@ -7,6 +7,7 @@ steps (`lowering.phases`); here is decided which of them is due.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from paraplan.ir.execution.rank_program import RankProgram, Step
 from paraplan.ir.machine.mesh import Layout, parse_layout
 from paraplan.ir.machine.rank_groups import Holding, holding_of, holdings
 from paraplan.ir.plan import Plan
+from paraplan.ir.sizes import say_size
 from paraplan.lowering.phases import step_lists
 from paraplan.lowering.steps.delayed_update import UpdatePhase
 from paraplan.runtime.batch import ShardedBatch, microbatches
@@ -56,6 +58,7 @@ class SharedProgress:
         written: how often each parameter was written when stored copies were last as they are.
         brought: how often each parameter and state was written, of those brought to their update, then.
         notes_grads: whether writes to gradients are noticed.
+        is_told: whether someone was told that gradients of several steps take more memory than was planned.
         noted: gradients and how often each was written, as the plan made them.
     """
 
@@ -65,6 +68,7 @@ class SharedProgress:
     written: list[int] = field(default_factory=list)
     brought: list[int] = field(default_factory=list)
     notes_grads: bool = False
+    is_told: bool = False
     noted: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -256,13 +260,23 @@ class Rank:
         """Hand the gradients to the optimizer's parameters; added where one is there already."""
         if any(self.tiers.values()) or self.waiting.names:
             self.executor.copier.settle()
+        added = 0
         for name, grad in self.grads().items():
             param = self.params[name]
             if param.grad is None:
                 param.grad = grad
             else:
                 param.grad.add_(grad)
+                added += grad.nbytes
         self.note_grads()
+        if added and not self.plan.optimizer.accumulates and not self.clock.is_told:
+            self.clock.is_told = True
+            warnings.warn(
+                f"gradients of several steps are added up, and the plan counts one step's: on rank "
+                f"{self.executor.rank} memory peaks up to {say_size(added)} above the predicted peak. Plan with "
+                "accumulate=True (--accumulate), or leave that much memory free",
+                stacklevel=4,
+            )
 
     def notice_writes(self, wanted: bool) -> None:
         """Whether writes to gradients are noticed from now on."""

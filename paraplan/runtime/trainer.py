@@ -43,8 +43,9 @@ from paraplan.runtime.optimizers.optim import GroupMaker
 from paraplan.runtime.optimizers.prefetch import Ahead
 from paraplan.runtime.rank import Rank, message_pairs
 from paraplan.runtime.state.attributes import Attributes
-from paraplan.runtime.state.params import Dims, join_over
+from paraplan.runtime.state.params import Dims, Nothing, join_over
 from paraplan.runtime.state.training_state import TrainingStates
+from paraplan.runtime.state.unread import UnreadState
 from paraplan.runtime.state.weights import values_of
 from paraplan.runtime.trainer_core import BESIDE
 from paraplan.runtime.transport.current_device import on_this_device
@@ -119,13 +120,15 @@ class Trainer(TrainingStates):
             source_lines(plan.program),
             copier=copier or Copier(device, beside=True, rank=self.rank),
         )
-        values = values_of(plan.program, model, how.weights, how.seed) if share is None else share.state
-        ranks = [Rank(plan, executor, values, how.seed, device)]
+        values = values_of(plan.program, model, how.weights, how.seed) if share is None else Nothing()
+        ranks = [Rank(plan, executor, values if share is None else share.state, how.seed, device)]
         super().__init__(plan, transport, ranks, Attributes(plan, model, reads), device, how.build, how.record)
         self.state: Rank = self.ranks[0]
         own = dict(model.named_parameters(remove_duplicate=False))
         frozen = plan.program.params.keys() - set(trained_params(plan.program))
         self.frozen_dtypes = {name: own[name].dtype for name in sorted(frozen) if name in own}
+        read = {name for holding in self.held for name in holding.params}
+        self.unread: UnreadState = UnreadState(plan.program, read, model, values) if share is None else share.unread
         if len(self.held) > 1:
             transport.connect(message_pairs(plan, programs))
         self._phases = CompiledPhases(executor, transport, how.compilation)

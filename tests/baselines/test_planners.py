@@ -54,6 +54,8 @@ def test_what_the_user_pins_is_kept() -> None:
     assert plan.num_microbatches == 2
     with pytest.raises(ConstraintError, match="'zero2' has no plan with what is pinned"):
         plan_by("zero2", job, Constraints(tp=2, pp=2), 60.0)
+    with pytest.raises(ConstraintError, match=r"'fsdp' has no plan .*: zero=1 is pinned, and its plans have zero=3;"):
+        plan_by("fsdp", job, Constraints(zero=1, dp=2), 60.0)
     with pytest.raises(ConstraintError, match="'megatorn' is unknown; there are megatron"):
         plan_by("megatorn", job, Constraints(), 60.0)
 

@@ -17,7 +17,7 @@ OPTIONS = {
         "--mesh", "--dp", "--tp", "--sp", "--cp", "--cp-mode", "--ep", "--zero", "--pp", "--schedule", "--stages",
         "--microbatches", "--memory", "--reserve", "--recompute", "--offload", "--states", "--params", "--grads",
         "--update", "--offload-states", "--delayed-update", "--overlap", "--compile", "--reduce-dtype", "--optimizer",
-        "--dynamic", "--batch", "--seq", "--precision",
+        "--accumulate", "--dynamic", "--batch", "--seq", "--precision",
         "--per-microbatch", "--time-limit", "--strategy", "--profile", "--profile-any", "--json",
     ],
     "profile": [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import paraplan as pp
+from paraplan.baselines.planners import plan_by
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.machine.device_catalog import CATALOG
@@ -261,6 +262,24 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     given.clear()
     found = search_room(job(1 << 40), Constraints(**PINS), time_limit_s=10.0)
     assert given == [7.0] and not any("ran out" in note for note in found.plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "says"), [(0.0, "as a time limit of 0 s asks for"), (0.5, "the time limit of 0.5 s ran out")]
+)
+def test_notes_have_the_time_limit_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked_s: float, says: str
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def searched(job: Job, constraints: Constraints, time_limit_s: float, *rest: object, **more: object) -> BestPlan:
+        now[0] += 6.0
+        return search(job, constraints, time_limit_s, certify=False)
+
+    monkeypatch.setattr(room_module, "find", searched)
+    notes = plan_by("paraplan", job(1 << 40), Constraints(**PINS), asked_s).plan.notes
+    assert says in notes[-1] and "limit of 1 s" not in notes[-1]
 
 
 def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

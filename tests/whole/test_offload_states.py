@@ -16,7 +16,7 @@ from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.cost_models.simulator.peak_attribution import BytesRole, peak_of
-from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError
+from paraplan.ir.errors import ConstraintError, InfeasibleError, InvalidPlanError, NoPlanError
 from paraplan.ir.execution import names
 from paraplan.ir.execution.name import Role as OuterRole
 from paraplan.ir.execution.rank_program import InstrKind, StepKind
@@ -300,3 +300,18 @@ def test_what_is_frozen_has_no_states_to_be_elsewhere(states: str) -> None:
     assert placed["first.weight"].state_tier == "host"
     assert placed["scale"].state_tier == placed["scale"].stored_tier == ("host" if states == "all" else "")
     assert eager_error(plan, Scaled(), batch, loss_by(None)) <= 1e-9
+
+
+def refused(cluster_bytes: int, offload_states: str) -> str:
+    """Why nothing is found within 200,000 bytes, with so many on the host."""
+    pins = Constraints(offload_states=offload_states, memory_bytes=200_000)
+    with pytest.raises(NoPlanError) as told:
+        search(described(host_memory_bytes=cluster_bytes), pins, certify=False)
+    return str(told.value)
+
+
+def test_more_host_memory_is_advised_where_it_is_what_is_missing() -> None:
+    enough, short = refused(1 << 30, "all"), refused(600_000, "any")
+    assert "if copies took none; use smaller microbatches" in enough
+    assert "describe more" not in enough and "offload='host'" not in enough.partition("So it is in")[0]
+    assert "describe more host_memory_bytes" in short

@@ -59,17 +59,19 @@ def plan_by(
         InfeasibleError, SolverLimitError: none of them fits; says what the last came to.
     """
     check_planner(name)
-    time_limit_s = planning_time_s(time_limit_s)
     if name == OURS:
         return search_room(job, constraints, time_limit_s, progress, certify)
-    planner, deadline = PLANNERS[name], Deadline(time_limit_s)
+    planner, deadline = PLANNERS[name], Deadline(planning_time_s(time_limit_s))
     task = Task(job, constraints, deadline, progress)
     answers = list(planner.tries(task))
     if not answers:
         raise SolverLimitError(f"strategy {name!r}: its own search finds nothing that fits")
     tries = list(_allowed(answers, constraints))
     if not tries:
-        raise ConstraintError(f"strategy {name!r} has no plan with what is pinned; pin less, or choose {OURS!r}")
+        raise ConstraintError(
+            f"strategy {name!r} has no plan with what is pinned{_clash(answers, constraints)}; pin less, or choose "
+            f"{OURS!r}"
+        )
     found: list[BestPlan] = []
     faults: list[NoPlanError | ConstraintError] = []
     done, began = 0, time.perf_counter()
@@ -125,6 +127,18 @@ def plan_answer(task: Task, answer: Constraints | Answer) -> BestPlan:
     if isinstance(answer, Answer):
         return answered(task, answer)
     return search_room(task.job, answer, task.deadline.share_s(), task.progress, certify=False)
+
+
+def _clash(answers: Sequence[Constraints | Answer], given: Constraints) -> str:
+    """Which of the user's pins no answer has, and what answers have instead; "" where that is one's and another's."""
+    plain = Constraints()
+    for field in plain.__struct_fields__:
+        default, theirs = getattr(plain, field), getattr(given, field)
+        mine = [getattr(_pins(answer), field) for answer in answers]
+        if theirs != default and default not in mine and theirs not in mine:
+            has = " or ".join(dict.fromkeys(map(str, mine)))
+            return f": {field}={theirs} is pinned, and its plans have {field}={has}"
+    return ""
 
 
 def _pins(answer: Constraints | Answer) -> Constraints:

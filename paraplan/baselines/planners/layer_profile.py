@@ -274,7 +274,7 @@ def _held(job: Job, decisions: Decisions) -> tuple[list[int], list[int], list[in
             if name in trained:
                 dtype = master_dtype(program.precision, spec.dtype)
                 sums[1] += local(dtype, layouts.grad)
-                sums[2] += (plan.optimizer.state_slots + (dtype != spec.dtype)) * local(dtype, layouts.state)
+                sums[2] += (plan.optimizer.kept_slots + (dtype != spec.dtype)) * local(dtype, layouts.state)
         for part, total in zip(parts, sums, strict=True):
             part.append(total)
     return parts  # type: ignore[return-value]

@@ -355,7 +355,8 @@ class RankProgram(Value, frozen=True, kw_only=True):
         metrics: likewise of each of several losses, unweighted, by name.
         outputs: what the model returns beside them (evaluations only), by name.
         grads: parameter name -> outer name of its gradient in the state layout after the last step.
-        optimizer_bytes: bytes of optimizer state the rank keeps on its device, beside those of `outer`.
+        optimizer_bytes: bytes of optimizer state, and of gradients of earlier steps where they are added up, that the
+            rank keeps on its device beside those of `outer`.
         update_workspace_bytes: the most the update there allocates and drops inside.
         update_tiers: per tier on which parameters are updated, the same two. Steps with `staged` have their own.
         transfers: messages to and from ranks of other meshes.

@@ -7,14 +7,16 @@
 | halves, fp8 | the half and, of equally rounded parameters, float32 | from float32: likewise, a base per precision |
 
 The second row is what makes a bound of noise: a gradient that cancels is as noisy in eager, so what it may be off by is
-told tensor by tensor; a wrong one is off by its own size. Random numbers are the program's (`replay`).
+told tensor by tensor; a wrong one is off by its own size. A rounding that moves an element over a threshold (ReLU) is
+not in every run: where a half's step is beyond the limit, eager under torch.autocast tells how large rounding is, too.
+Random numbers are the program's (`replay`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -87,20 +89,29 @@ class Verdict:
         return not self.cannot and (self.worst is None or self.worst.ratio <= 1)
 
 
+class _Way(Enum):
+    """How the eager model computes: in its own precision, every float widened, or under autocast to its half."""
+
+    OWN = "own"
+    WIDE = "wide"
+    CAST = "cast"
+
+
 @dataclass
 class _Runs:
-    """The eager model's steps from one start, in its own precision and widened; None where it fails there.
+    """The eager model's steps from one start; None where it fails there.
 
     Attributes:
-        widen: takes the widened step.
+        own: the step in its own precision.
+        take: takes one in another way.
         unmatched: why random draws could not be matched.
-        faults: by whether it was widened, how it failed.
+        faults: how it failed.
     """
 
     own: Taken | None
-    widen: Callable[[_Runs], Taken | None]
+    take: Callable[[_Way, _Runs], Taken | None]
     unmatched: str = ""
-    faults: dict[bool, str] = field(default_factory=dict)
+    faults: dict[_Way, str] = field(default_factory=dict)
 
 
 class AgainstEager:
@@ -118,7 +129,7 @@ class AgainstEager:
         loss, tensors = BASE[self.precision]
         self._base = loss, max(tensors, BASE[summed_in][1] if summed_in else 0.0)
         self.own = Eager(call, program, _OWN[program.precision])
-        self._wide: Eager | None = None
+        self._eagers = {_Way.OWN: self.own}
         self._floor = floor_of(self.precision)
         self.num_draws = len(draws_of(program))
         self.noise: dict[str, float] = {}
@@ -189,47 +200,54 @@ class AgainstEager:
         )
 
     def _take(self, batch: Tensors, params: Tensors, buffers: Tensors, seeds: Sequence[int] | None) -> _Runs:
-        def one(widened: bool, runs: _Runs) -> Taken | None:
+        def one(way: _Way, runs: _Runs) -> Taken | None:
             numbers = Replay(self.program, seeds) if self.num_draws else None
             try:
-                taken = self._eager(widened).step(batch, params, buffers, numbers)
+                taken = self._eager(way).step(batch, params, buffers, numbers)
             except Exception as fault:  # noqa: BLE001  (the model's own code, in a precision it may not be made for)
-                runs.faults[widened] = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0]}"
+                runs.faults[way] = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0]}"
                 return None
             runs.unmatched = runs.unmatched or (numbers.unmatched if numbers is not None else "")
             return taken
 
-        runs = _Runs(None, partial(one, True))
-        runs.own = one(False, runs)
+        runs = _Runs(None, one)
+        runs.own = one(_Way.OWN, runs)
         return runs
 
-    def _eager(self, widened: bool) -> Eager:
-        if not widened:
-            return self.own
-        if self._wide is None:
-            half = self.program.precision not in ("fp64", "fp32")
-            self._wide = Eager(self.call, self.program, torch.float32 if half else torch.float64, widened=True)
-        return self._wide
+    def _eager(self, way: _Way) -> Eager:
+        if way not in self._eagers:
+            wide, own = torch.float32 if self._is_half else torch.float64, _OWN[self.precision]
+            told = {"widened": True} if way is _Way.WIDE else {"casts": own}
+            self._eagers[way] = Eager(self.call, self.program, wide, **told)
+        return self._eagers[way]
+
+    @property
+    def _is_half(self) -> bool:
+        return self.program.precision not in ("fp64", "fp32")
 
     def _judge(self, found: StepOutcome, runs: _Runs, drawn: str) -> Verdict:
         if self.precision == "fp64":
             return self._exactly(found, runs, drawn)
-        own, wide = runs.own, runs.widen(runs)
+        own, wide = runs.own, runs.take(_Way.WIDE, runs)
         if own is None and wide is None:
-            return Verdict(cannot=f"the eager model fails: {runs.faults[False]}")
+            return Verdict(cannot=f"the eager model fails: {runs.faults[_Way.OWN]}")
         loss, tensors = self._base
-        half = self.program.precision not in ("fp64", "fp32")
-        mine, theirs = self.precision, "float32" if half else "float64"
+        mine, theirs = self.precision, "float32" if self._is_half else "float64"
         if wide is None:
             assert own is not None
             verdict = _compared(found, own, self._least(), floor=self._floor)
-            verdict.how = _words(drawn, f"in {mine} alone: it fails in {theirs} ({runs.faults[True]})")
+            verdict.how = _words(drawn, f"in {mine} alone: it fails in {theirs} ({runs.faults[_Way.WIDE]})")
             return verdict
         noise = self.noise = {} if own is None else _noise(own, wide, self._floor)
         verdict = _compared(found, wide, (loss, tensors), noise, self._floor, kinds=own)
+        if self._is_half and not verdict.holds and (cast := runs.take(_Way.CAST, runs)) is not None:
+            under = _noise(cast, wide, self._floor)
+            noise = self.noise = {name: max(noise.get(name, 0.0), under.get(name, 0.0)) for name in noise | under}
+            verdict = _compared(found, wide, (loss, tensors), noise, self._floor, kinds=own)
+            mine += " and autocast"
         verdict.against = f"the eager model in {theirs}"
         said = f"within {ROUNDING:g} times the rounding of eager {mine} ({max(noise.values(), default=0.0):.0e})"
-        missing = f"eager {mine} itself fails ({runs.faults.get(False)}): within {tensors:.0e} of {theirs}"
+        missing = f"eager {mine} itself fails ({runs.faults.get(_Way.OWN)}): within {tensors:.0e} of {theirs}"
         verdict.how = _words(drawn, said if own is not None else missing)
         return verdict
 
@@ -239,9 +257,9 @@ class AgainstEager:
         if own is not None and own.holds:
             own.how = _words(drawn, "in float64")
             return own
-        wide = runs.widen(runs)
+        wide = runs.take(_Way.WIDE, runs)
         if wide is None:
-            return own or Verdict(cannot=f"the eager model fails: {runs.faults[False]}")
+            return own or Verdict(cannot=f"the eager model fails: {runs.faults[_Way.OWN]}")
         widened = _compared(found, wide, BASE["fp64"])
         widened.against = "the eager model, every float of it float64"
         widened.how = _words(drawn, "in float64, narrower floats of its forward widened")

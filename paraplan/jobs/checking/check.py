@@ -84,7 +84,7 @@ class _Updates:
         self.params = {}
         for name, param in against.own.params.items():
             dtype = program.params[name].spec.dtype
-            if param.requires_grad:
+            if name in captured.trained:
                 dtype = master_dtype(program.precision, dtype)
             self.params[name] = nn.Parameter(param.detach().to(getattr(torch, dtype), copy=True), param.requires_grad)
         self._trained = against.own.trained

@@ -97,10 +97,19 @@ class Eager:
         program: names, and what the batch and parameters are rounded to.
         dtype: what floats of parameters, buffers and the batch are.
         widened: whether narrower floats that forward makes or casts to are of that dtype too.
+        casts: what autocast casts to where that is not what the user's does: the model is called under it.
     """
 
-    def __init__(self, call: ModelCall, program: Program, dtype: torch.dtype, widened: bool = False) -> None:
+    def __init__(
+        self,
+        call: ModelCall,
+        program: Program,
+        dtype: torch.dtype,
+        widened: bool = False,
+        casts: torch.dtype | None = None,
+    ) -> None:
         self.call, self.program, self.dtype, self.widened = call, program, dtype, widened
+        self.casts = call.casts if casts is None else casts
         self.model = _copied(call.made.model, program.precision, dtype)
         self._buffers = dict(self.model.named_buffers(remove_duplicate=False))
         self.params = dict(self.model.named_parameters())
@@ -172,7 +181,7 @@ class Eager:
         inputs, labels = ({name: self._cast(x) for name, x in each.items()} for each in (rounded, given))
         args, kwargs = arguments(self.model, inputs, call.others, call.positional, made.loss_fn is not None)
         device = next(iter(self.params.values())).device.type
-        casts = call.casts if not self.widened else None
+        casts = self.casts if not self.widened else None
         with torch.autocast(device, dtype=casts, enabled=casts is not None):
             output = self.model(*args, **kwargs)
         losses = output if made.loss_fn is None else made.loss_fn(output, labels)
@@ -182,7 +191,8 @@ class Eager:
 
     def _cast(self, x: Tensor) -> Tensor:
         """An input in this model's dtype, where that is wider than the program's or all of it is lifted."""
-        return _in(x, self.dtype) if self.program.precision == "fp64" or self.widened else x
+        lifted = self.program.precision == "fp64" or self.widened or self.casts != self.call.casts
+        return _in(x, self.dtype) if lifted else x
 
     def _rounded(self, name: str, params: Tensors) -> Tensor:
         """A parameter to start from, rounded to what the program computes with."""

@@ -85,7 +85,8 @@ def _verify_optimizer(plan: Plan) -> None:
     known = OPTIMIZERS.get(plan.optimizer.name)
     if known is None:
         raise InvalidPlanError(f"optimizer {plan.optimizer.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
-    known = msgspec.structs.replace(known, fused=plan.optimizer.fused)  # either way torch has it
+    given = plan.optimizer  # fused or not, torch has it
+    known = msgspec.structs.replace(known, fused=given.fused, accumulates=given.accumulates)
     if plan.optimizer != known:
         wrong = next(each for each in known.__struct_fields__ if getattr(plan.optimizer, each) != getattr(known, each))
         raise InvalidPlanError(

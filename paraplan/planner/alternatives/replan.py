@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, InvalidPlanError, NoPlanError
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.cluster import ClusterSpec, NodeGroup
-from paraplan.ir.options import check_fields, check_keywords, fields_of, from_keywords, keywords_of
+from paraplan.ir.options import check_keywords, fields_of, from_keywords, keywords_of
 from paraplan.ir.plan import Plan
+from paraplan.planner.alternatives.filed_pins import constraints_from
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import PARALLELISM, PIPELINE, Constraints
 from paraplan.planner.fits import in_the_family, on_the_same_mesh, search_room
@@ -60,11 +61,7 @@ def family_of(plan: Plan) -> Constraints:
 
 
 def _constraints(plan: Plan, pins: dict[str, Any]) -> Constraints:
-    try:
-        made = msgspec.convert(pins, Constraints)
-        check_fields(made)
-    except (msgspec.ValidationError, ConstraintError, TypeError, ValueError) as fault:
-        raise InvalidPlanError(f"the plan's pins are none ({fault}): the file was edited. Plan again") from None
+    made = constraints_from(pins)
     stages = made.stages
     if stages is not None and made.recompute not in (None, "none"):  # said in the captured program's segments
         stages = tuple((stage.first, stage.stop) for stage in plan.stages)

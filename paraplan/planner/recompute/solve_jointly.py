@@ -25,6 +25,7 @@ from paraplan.ir.machine.tiers import NEAREST, TIERS
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.decision_classes import largest_param
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.recompute.split import fit_split, what_splitting_gives, work_s
@@ -41,7 +42,6 @@ from paraplan.planner.sharding.solve import (
     SolveLimits,
     check_objective,
     decisions_of,
-    largest,
     least_memory,
     problem_of,
     without_room,
@@ -200,7 +200,7 @@ def _too_small(job: Job, space: Space, mesh: Mesh, limits: SolveLimits) -> str:
     return (
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {mesh.shape}: parameters, gradients and "
         f"optimizer states alone take at least {say_size(need)}, {say_size(need - limits.memory_bytes)} are missing "
-        f"whatever is recomputed; {largest(job)}; {leave}use more devices, or devices with more memory"
+        f"whatever is recomputed; {largest_param(job.program)}; {leave}use more devices, or devices with more memory"
     )
 
 

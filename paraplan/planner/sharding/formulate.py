@@ -143,6 +143,13 @@ def tier_room_bytes(space: Space, tier: str) -> int:
     return costs.cluster.room_bytes(tier, costs.mesh.devices)
 
 
+def has_room_for_all(space: Space, tier: str) -> bool:
+    """Whether a device's share of a tier holds whatever may leave the device for it."""
+    held, work = space.away.get(tier, []), space.away_workspace.get(tier, [])
+    most = sum(max(nbytes) for _, nbytes in held) + max((max(nbytes) for _, nbytes in work), default=0)
+    return most <= tier_room_bytes(space, tier)
+
+
 def _sums(held: Held, limit: float) -> dict[int, Floats]:
     found: dict[int, Floats] = {}
     for decider, nbytes in held:

@@ -89,14 +89,15 @@ def param_held(job: Job, prices: MeshPrices, cls: ParamClass, option: ParamOptio
     states = owned + shard * slots + job.optimizer.scalar_bytes
     fused = job.optimizer.fused and is_fusible(cls.spec, option.state_dtype, option.layouts(), prices.extended[1:])
     workspace = 0 if fused else shard * job.optimizer.workspace_slots
-    kept = stored + (0 if tier else states)
+    earlier = shard if job.optimizer.accumulates and not waits else 0
+    kept = stored + (0 if tier else states) + (0 if at else earlier)
     rests = kept - stored + (prices.nbytes(cls.spec, (R, *option.resting)) if stored else 0)
     accumulated = grad if m > 1 else 0
     there = states + (shard if waits else 0)
     away = {tier: there * n} if tier else {}
     if at:
         work = workspace + brought
-        away[at] = away.get(at, 0) + (0 if waits else shard * n)
+        away[at] = away.get(at, 0) + (0 if waits else (shard + earlier) * n)
         return ParamHeld(cost, (kept + accumulated) * n, kept * n, away=away, away_work={at: work}, here=stays)
     work, one = workspace + brought, grad if m == 1 and not waits else 0
     left = rests if waits else rests + shard

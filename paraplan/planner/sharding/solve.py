@@ -19,12 +19,13 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.decision_classes import grad_classes
+from paraplan.planner.decision_classes import grad_classes, largest_param
 from paraplan.planner.evaluate_plan import gave_up, realise
 from paraplan.planner.sharding.build_space import build_space
 from paraplan.planner.sharding.formulate import (
     Formulation,
     formulate,
+    has_room_for_all,
     memory_rows,
     tier_room_bytes,
     tier_rows,
@@ -299,7 +300,8 @@ def _closest(made: Realised | None) -> str:
 
 def _ways_out(space: Space) -> str:
     """What makes plans leaner than any in scope."""
-    leave = "" if len(space.prices.places) > 1 else "let states and parameters leave the device (offload='host'), "
+    leaves = any(place.states or place.params for place in space.prices.places)
+    leave = "" if leaves else "let states and parameters leave the device (offload='host'), "
     return f"{leave}use smaller microbatches, an optimizer of fewer states, or more devices"
 
 
@@ -327,7 +329,7 @@ def failure_of(
     on_mesh = f"{say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}"
     if found.status is not Status.INFEASIBLE:
         return SolverLimitError(
-            f"the solver found no plan within {limits.time_s:.0f} s; raise the time limit or pin more"
+            f"the solver found no plan in the {limits.time_s:.2g} s it had; raise the time limit or pin more"
         )
     if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
         said = f"no plan under {on_mesh} was found"
@@ -337,10 +339,11 @@ def failure_of(
 
 def _too_much_in_passing(job: Job, space: Space, limits: SolveLimits, closest: Realised | None) -> str:
     need = least_memory(space, limits)
+    seen = "" if closest is None else f", but of those tried here the leanest peaks at {_closest(closest)}"
     return _only_without_room(space, limits, need) or (
         f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]}: "
-        f"{say_size(need)} would do at the loss and the update, but the leanest plan found peaks at "
-        f"{_closest(closest)}; {largest(job)}; {_ways_out(space)}"
+        f"{say_size(need)} would do at the loss and the update{seen}; "
+        f"{largest_param(job.program)}; {_ways_out(space)}"
     )
 
 
@@ -349,8 +352,8 @@ def _too_much(job: Job, space: Space, limits: SolveLimits) -> str:
     missing = max(need - limits.memory_bytes, 0.0)
     return _only_without_room(space, limits, need) or (
         f"no sharding fits {say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}: at least "
-        f"{say_size(need)} are needed, {say_size(missing)} are missing; {largest(job)}; use more devices, smaller "
-        "microbatches, or devices with more memory"
+        f"{say_size(need)} are needed, {say_size(missing)} are missing; {largest_param(job.program)}; use more "
+        "devices, smaller microbatches, or devices with more memory"
     )
 
 
@@ -364,18 +367,22 @@ def without_room(space: Space, limits: SolveLimits, need: float) -> str:
 
     Args:
         space: the options.
-        limits: of the solver.
-        need: bytes that would do on the device.
+        limits, need: of the solver, and bytes that would do on the device.
     """
     tiers = dict.fromkeys(tier for place in space.prices.places if place.states for tier in TIERS[place.states].way)
     said = " and ".join(f"{say_size(tier_room_bytes(space, tier))} on {tier}" for tier in sorted(tiers))
+    found = (
+        f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]} with"
+    )
+    would = f"room for {said}; {say_size(need)} would do at the loss and the update if"
+    if all(has_room_for_all(space, tier) for tier in tiers):
+        return f"{found} {would} copies took none; {_ways_out(space)}"
     rooms = " or ".join(TIERS[tier].room for tier in tiers if TIERS[tier].is_memory)
     others = [name for name, kind in TIERS.items() if name not in tiers and kind.through in tiers]
     more = "".join(f", allow the {name} too (offload='{name}')" for name in others)
     return (
-        f"no plan under {say_size(limits.memory_bytes)} per device was found on mesh {space.prices.extended[1:]} with "
-        f"room for {said}; {say_size(need)} would do at the loss and the update if what leaves the device had room and "
-        f"copies took none; describe more {rooms}{more}, or use more devices"
+        f"{found} {would} what leaves the device had room and copies took none; describe more {rooms}{more}, or use "
+        "more devices"
     )
 
 
@@ -390,9 +397,3 @@ def least_memory(space: Space, limits: SolveLimits, activations: bool = True) ->
     network = with_rows(formulate(space).network, memory_rows(space, limits.memory_bytes, activations, proof=True))
     stop = time.perf_counter() + limits.time_s
     return limits.memory_bytes * max(least_activity(network, row, stop).bound for row in range(len(network.rows)))
-
-
-def largest(job: Job) -> str:
-    """The parameter that takes most, for messages."""
-    name, spec = max(((n, p.spec) for n, p in job.program.params.items()), key=lambda item: item[1].nbytes)
-    return f"the largest tensor is {name} {spec} ({say_size(spec.nbytes)})"

@@ -22,6 +22,7 @@ from paraplan.planner.solvers.milp_problem import (
     Status,
     dual_bound,
 )
+from paraplan.planner.solvers.quiet import quiet
 
 _SOLVERS: dict[str, Any] = {
     "mathopt-highs": parameters_pb2.SOLVER_TYPE_HIGHS,
@@ -59,17 +60,18 @@ def run(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
     """
     _refuse_unfit(problem, backend)
     try:
-        result = mathopt.solve(
-            _model(problem),
-            _SOLVERS[backend],
-            parameters_pb2.SolverInitializerProto(),
-            _parameters(backend, options),
-            _hints(options),
-            None,
-            callback_pb2.CallbackRegistrationProto(),
-            None,
-            None,
-        )
+        with quiet():
+            result = mathopt.solve(
+                _model(problem),
+                _SOLVERS[backend],
+                parameters_pb2.SolverInitializerProto(),
+                _parameters(backend, options),
+                _hints(options),
+                None,
+                callback_pb2.CallbackRegistrationProto(),
+                None,
+                None,
+            )
     except Exception as fault:  # noqa: BLE001 - the binding's StatusNotOk has no importable, stable home
         if "PrimalSolutionProto.objective_value" in str(fault):  # SCIP's answer to an unbounded LP: a point at -inf
             return SolverAnswer(status=Status.UNBOUNDED)

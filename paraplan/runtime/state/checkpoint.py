@@ -26,6 +26,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.runtime.rank import Rank
 from paraplan.runtime.state.params import join_over
 from paraplan.runtime.state.progress import check_mapping, groups_of, matched, pack, take_groups, unpack
+from paraplan.runtime.state.unread import UnreadState
 from paraplan.runtime.trainer_core import TrainerCore
 from paraplan.runtime.transport.distributed import DistributedTransport
 
@@ -37,6 +38,7 @@ class Checkpointing(TrainerCore):
     transport: DistributedTransport
     frozen_dtypes: Mapping[str, torch.dtype]
     """Of parameters that are not trained, as the user's model has them."""
+    unread: UnreadState
 
     @property
     def steps_done(self) -> int:
@@ -59,11 +61,13 @@ class Checkpointing(TrainerCore):
     def state_dict(self) -> dict[str, Tensor]:
         """DTensors by name, sharing storage with the trainer; after loading into them, `load_state_dict`.
 
-        Parameters, and the buffers the model writes (running statistics). What lives on the host or on disk is a
-        DTensor on "cpu", which under NCCL has no `full_tensor()`: see `full_state_dict`.
+        Parameters, and persistent buffers. What lives on the host or on disk, and what no step reads, is a DTensor on
+        "cpu", which under NCCL has no `full_tensor()`: see `full_state_dict`.
         """
         self.flush()
-        return {name: self._dtensor(name, *self.state.held_part(name)) for name in self._names()}
+        whole = (Replicate(),) * len(self.state.program.mesh_shape)
+        found = {name: self._dtensor(name, *self.state.held_part(name)) for name in self._names()}
+        return found | {name: self._dtensor(name, x, whole) for name, x in self.unread.tensors.items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers by name, whole, as the last step left them."""
@@ -86,7 +90,8 @@ class Checkpointing(TrainerCore):
         self._forget()
         with torch.no_grad():
             for name, value in state.items():
-                mine = self.state.held_part(self._known(name))[0]
+                unread = self.unread.tensors.get(name)
+                mine = self.state.held_part(self._known(name))[0] if unread is None else unread
                 local = value.to_local() if isinstance(value, DTensor) else value
                 if local.shape != mine.shape:
                     raise PlanMismatchError(
@@ -101,13 +106,22 @@ class Checkpointing(TrainerCore):
 
         Trained parameters are float32 masters under half precisions. Frozen ones have the dtype of the user's model and
         the values the plan computes with: under half precisions it keeps none wider, so those of a float32 model are
-        rounded, once, and a resume goes on exactly. The model given to `executable` still has its own.
+        rounded, once, and a resume goes on exactly. The model given to `executable` still has its own. What no step
+        reads (parameters of evaluation alone, constant buffers) is as it was there, so that the model's
+        `load_state_dict` takes all of them.
 
         Args:
             rank0_only: only rank 0 keeps them; the others return {}. All ranks must call.
         """
+        full = self.full_training_tensors(rank0_only)
+        return {name: x for name, x in full.items() if name not in self.unread.transient}
+
+    def full_training_tensors(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """As `full_state_dict`, and buffers that training writes and the model keeps out of its state dicts."""
         self.flush()
         full = self.full_tensors(rank0_only)
+        if not rank0_only or self.transport.rank == 0:
+            full |= self.unread.full()
         for name, dtype in self.frozen_dtypes.items():
             if name in full:
                 kept, param = full[name].to(dtype), self.plan.program.params[name]
@@ -115,7 +129,8 @@ class Checkpointing(TrainerCore):
         return full
 
     def full_tensors(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """As `full_state_dict`, without gradients that wait for the next step, and in the dtypes of the plan."""
+        """As `full_state_dict`, without gradients that wait for the next step and what no step reads, in the plan's
+        dtypes."""
         if self.state.has_begun:
             self.flush()
         found: dict[str, Tensor] = {}
@@ -150,7 +165,8 @@ class Checkpointing(TrainerCore):
         return full if len(self.held) == 1 else self.transport.spread(full.contiguous(), speaker.mesh.devices[0])
 
     def load_full_state_dict(self, full: Mapping[str, Tensor]) -> None:
-        """Take in full tensors by name, the same on every rank; each keeps its shards. Buffers may be left out.
+        """Take in full tensors by name, the same on every rank; each keeps its shards. Buffers, and what no step reads,
+        may be left out.
 
         Args:
             full: tensors of the parameters' whole shapes, or NumPy's arrays.
@@ -163,11 +179,12 @@ class Checkpointing(TrainerCore):
             raise PlanMismatchError(f"full state dict lacks {', '.join(missing[:5])} ({len(missing)} in all)")
         program = self.plan.program
         specs = {name: param.spec for name, param in program.params.items()}
-        specs |= {name: program.buffers[name] for name in self._written}
+        specs |= {name: program.buffers[name] for name in (*self._written, *self.unread.tensors) if name not in specs}
         given = {name: _whole_value(name, full[name], spec) for name, spec in specs.items() if name in full}
         self._forget()
         buffers = {f"buffer:{name}": given[name] for name in self._written if name in given}
         self.state.load({f"param:{name}": given[name] for name in self.state.stage.params} | buffers)
+        self.unread.load(given)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, create: bool = False) -> dict[str, Any]:
         """What an optimizer goes on from: {"state": parameter name -> slot -> value, "about": bytes}.
@@ -289,7 +306,7 @@ class Checkpointing(TrainerCore):
 
     def _shape(self, name: str) -> tuple[int, ...]:
         program = self.plan.program
-        return program.buffers[name].shape if name in program.buffer_updates else program.params[name].spec.shape
+        return program.params[name].spec.shape if name in program.params else program.buffers[name].shape
 
     def _refresh(self) -> None:
         self.state.executor.copier.forget()

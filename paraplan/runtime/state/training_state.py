@@ -109,7 +109,7 @@ class TrainingStates(Checkpointing):
         slots: dict[str, dict[str, Any]] = {}
         for each in optimizers_in(optimizer):
             slots |= self._full_slots(each)
-        model = self.full_state_dict(rank0_only)
+        model = self.full_training_tensors(rank0_only)
         if rank0_only and self.transport.rank != 0:
             return {}
         return {"model": model, "optimizer": {"state": slots, "param_groups": about.pop("groups")}, ABOUT: about}
@@ -173,7 +173,9 @@ class TrainingStates(Checkpointing):
         _load(about, folder)
         self._numbers(about, optimizer, scheduler, scaler)
         self.flush()
-        state = {"model": self.state_dict(), "optimizer": self._blank_slots(metadata), ABOUT: b""}
+        there, unread = metadata.state_dict_metadata, self.unread.tensors  # earlier checkpoints have no unread ones
+        own = {name: x for name, x in self.state_dict().items() if name not in unread or f"model.{name}" in there}
+        state = {"model": own, "optimizer": self._blank_slots(metadata), ABOUT: b""}
         _load(state, folder)
         self.load_training_state(state, optimizer, scheduler, scaler)
 
@@ -297,6 +299,9 @@ def read_numbers(
         raise PlanMismatchError("the training state was saved with a scaler, or this is; give both one, or neither")
     if len(schedulers_in(scheduler)) != len(numbers["schedules"]):
         progress.take_schedules(schedulers_in(scheduler), numbers["schedules"], optimizers, [])
+    read = {name for segment in program.segments for name in segment.params}
+    known = read.union(*(group["params"] for group in saved))
+    groups = [{**group, "params": [name for name in group["params"] if name in known]} for group in groups]
     return {**numbers, "groups": saved, "match": progress.matched(groups, saved)}
 
 

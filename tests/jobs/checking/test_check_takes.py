@@ -162,6 +162,72 @@ def test_half_precision_is_bounded_by_eager_rounding(precision: str, made: type[
     assert errors.failure == "" and 1e-5 < errors.eager < 1 and "times the rounding of eager" in errors.how
 
 
+class Convolutions(nn.Module):
+    """Norms over few numbers and thresholds behind them: a rounding moves an element over one, or does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.second, self.again = nn.Conv2d(16, 128, 3, stride=2, padding=1), nn.BatchNorm2d(128)
+        self.third, self.groups = nn.Conv2d(128, 128, 3, stride=2, bias=False), nn.GroupNorm(8, 128)
+        self.last = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.relu(self.again(self.second(F.relu(self.norm(self.first(x))))))
+        return F.cross_entropy(self.last(F.relu(self.groups(self.third(x))).mean((2, 3))), y)
+
+
+def images(step: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(8, 3, 8, 8, generator=draw), "y": torch.randint(10, (8,), generator=draw)}
+
+
+def failure(model: nn.Module, inputs: dict[str, Tensor], spoilt: str = "") -> str:
+    """What the check of a step under bf16 says, one gradient off by 15 % of its largest element."""
+    run = Run(planned(captured(model, inputs, "bf16"), microbatches=1), model, lambda step: inputs)
+    loss, grads = float(run.trainer.step(inputs)), run.trainer.grads()
+    if spoilt:
+        grads[spoilt] = grads[spoilt] + 0.15 * grads[spoilt].abs().max()
+    run.single.compare(inputs, None, loss, grads, None)
+    return run.single.errors.failure
+
+
+def test_rounding_is_also_that_under_autocast() -> None:
+    """Eager bfloat16 moves nothing over a threshold here, and the plan, as autocast, does."""
+    assert failure(Convolutions(), images(0)) == ""
+
+
+@pytest.mark.parametrize("name", ["last.weight", "last.bias", "groups.weight"])
+def test_wrong_gradients_are_seen_where_others_are_noisy(name: str) -> None:
+    assert f"gradient of '{name}'" in failure(Convolutions(), images(0), name)
+
+
+@pytest.mark.parametrize("name", ["first.weight", "last.weight", "last.bias"])
+def test_wrong_gradients_of_a_well_conditioned_model_are_seen(name: str) -> None:
+    inputs = batch(0, torch.float32)
+    assert failure(Base(), inputs) == "" and f"gradient of '{name}'" in failure(Base(), inputs, name)
+
+
+class Untrained(Base):
+    """Parameters that forward never reads, or detached: no step updates them."""
+
+    def setup(self) -> None:
+        self.never, self.fixed = nn.Linear(4, 4), nn.Linear(16, 16)
+
+    def middle(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.fixed(h).sigmoid()
+        return h * gate
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_parameters_without_gradients_pass(precision: str) -> None:
+    plan = planned(captured(Untrained(), batch(0, torch.float32), precision), dp=2, microbatches=1)
+    errors = Run(plan, Untrained(), lambda step: batch(step, torch.float32)).steps(2)
+    assert errors.failure == ""
+
+
 def test_a_loss_that_is_nan_is_told() -> None:
     errors = check(Base(), lambda step: {**batch(step), "x": batch(step)["x"] * float("nan")})
     assert errors.failure == "" and "the loss of step 1 is nan and little is compared" in errors.how

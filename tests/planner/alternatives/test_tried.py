@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -98,6 +99,24 @@ def test_edited_records_are_refused(plan: pp.Plan) -> None:
 def test_edited_pins_are_refused(plan: pp.Plan, pins: dict[str, object]) -> None:
     with pytest.raises(InvalidPlanError, match="the plan's pins are none"):
         constraints_of(msgspec.structs.replace(plan.data, pins=pins))
+
+
+ALTERED: list[tuple[dict[str, Any], str]] = [
+    ({"pins": {"memory_bytes": "x"}}, r"the plan's pins are none.*pins\.memory_bytes"),
+    ({"pins": {"dp": 2, "foo": 1}}, r"the plan's pins are none.*unknown field `foo`"),
+    ({"tried": [{"what": "x", "pins": {"dp": "two"}}]}, r"the plan's tried\[0\]\.pins are none.*tried\[0\]\.pins\.dp"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), ALTERED)
+def test_files_with_edited_pins_are_refused_as_they_are_read(
+    plan: pp.Plan, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    plan.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**data, **change}))
+    with pytest.raises(InvalidPlanError, match=says):
+        pp.Plan.load(tmp_path / "plan.json")
 
 
 def test_pins_are_data_and_back() -> None:

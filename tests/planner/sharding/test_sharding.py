@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paraplan.cost_models.predict import simulate_plan
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh, P, R, Shard, make_mesh, parse_layout
 from paraplan.ir.plan import Plan
@@ -31,7 +32,7 @@ from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.objective import held_bytes, work_of_choices
 from paraplan.planner.sharding.pins import LINEAR, NORMS
 from paraplan.planner.sharding.proof.step_bound import step_bound
-from paraplan.planner.sharding.solve import SolveLimits, problem_of, solve_mesh
+from paraplan.planner.sharding.solve import SolveLimits, failure_of, problem_of, solve_mesh
 from paraplan.planner.sharding.space import Decider, End, Space
 from paraplan.planner.solvers.milp import Status, solve
 
@@ -220,6 +221,18 @@ def test_memory_limits_are_kept_and_cost_time(tiny_stacks) -> None:  # type: ign
         solve_mesh(job, LINE, 1, Constraints(), SolveLimits(time_s=60.0, memory_bytes=1000.0))
     words = r"no sharding fits .* on mesh \(2,\): at least .* needed.*the largest tensor is .* use more devices"
     assert re.search(words, str(refused.value.explained()))
+
+
+def test_what_was_not_found_is_said_of_what_was_tried(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
+    """Another budget may have leaner plans, and a short share of the time is not none."""
+    job = tiny_mlp.job(2)
+    space, limits = problem_of(job, LINE, 1, Constraints()), SolveLimits(time_s=0.034, memory_bytes=float(1 << 40))
+    nothing = replace(optimise(network_of(space, NO_LIMIT.memory_bytes)), choices=None, status=Status.LIMIT)
+    assert "in the 0.034 s it had" in str(failure_of(job, space, nothing, limits, False))
+    found = solve_mesh(job, LINE, 1, Constraints(), NO_LIMIT)
+    closest = Realised(found.plan, lower(found.plan), found.simulation)
+    unfit = failure_of(job, space, replace(nothing, status=Status.INFEASIBLE), NO_LIMIT, False, closest)
+    assert re.search(r"but of those tried here the leanest peaks at \d", str(unfit.explained()))
 
 
 def test_how_much_is_missing_is_solved_for_once_where_it_is_told(tiny_mlp, monkeypatch) -> None:  # type: ignore[no-untyped-def]

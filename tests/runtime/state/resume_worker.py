@@ -22,23 +22,35 @@ from paraplan.runtime.transport.launch import init_distributed, leave_job
 
 
 class Net(nn.Module):
-    """Dropout, and a buffer that is written."""
+    """Dropout, a buffer that is written, and what no training step reads or writes."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(8, width), nn.Linear(width, 16), nn.Linear(16, 6)
         self.drop = nn.Dropout(0.3)
         self.register_buffer("seen", torch.zeros(()))
+        self.never, self.only = nn.Linear(4, 3), nn.Linear(6, 6)
+        self.again = self.never
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("idle", torch.randn(3))
+        self.register_buffer("cached", torch.randn(3), persistent=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.seen += 1
-        x = self.drop(torch.tanh(self.a(x)))
-        return F.cross_entropy(self.c(torch.relu(self.b(x))), y)
+        x = self.drop(torch.tanh(self.a(x))) * self.scale
+        x = self.c(torch.relu(self.b(x)))
+        return F.cross_entropy(x if self.training else self.only(x), y)
 
 
-def net() -> Net:
+def net(unread: float = 0.0) -> Net:
+    """The model; to everything that no step reads, something is added."""
     torch.manual_seed(3)
-    return Net().double().train()
+    model = Net().double().train()
+    with torch.no_grad():
+        for x in (*model.never.parameters(), *model.only.parameters(), model.frozen, model.idle):
+            x += unread
+    return model
 
 
 def batch(step: int) -> dict[str, Tensor]:
@@ -82,7 +94,7 @@ def planned(name: str) -> pp.Plan:
 
 
 def made(name: str, kind: str, seed: int) -> tuple[Trainer, torch.optim.Optimizer, Any]:
-    trainer = planned(name).executable(net(), seed=seed)
+    trainer = planned(name).executable(net(seed), seed=seed)
     cls, options = KINDS[kind]
     optimizer = trainer.optimizer(cls, groups=GROUPS, **options)
     return trainer, optimizer, SCHEDULES[kind](optimizer)
@@ -127,6 +139,7 @@ def resumed(folder: Path, kind: str) -> None:
             assert all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(found, wanted, strict=True)), (kind, name, found)
             here = other.full_state_dict()
             assert all(torch.allclose(here[key], x, rtol=1e-9, atol=1e-12) for key, x in values.items()), (kind, name)
+            net().load_state_dict(here)
             assert other.steps_done == 6
             assert {group["lr"] for group in mine.param_groups} == set(rates)
 
@@ -170,6 +183,7 @@ def by_hand(folder: Path) -> None:
     other.load_state_dict(state["model"])
     other.load_optimizer_state_dict(mine, state["optimizer"])
     planner.load_state_dict(schedule.state_dict())
+    assert torch.equal(other.full_state_dict()["only.weight"], net(5).only.weight)
     wanted, found = go(trainer, optimizer, schedule, range(3, 6)), go(other, mine, planner, range(3, 6))
     assert all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(found, wanted, strict=True)), (found, wanted)
 

@@ -41,6 +41,7 @@ def test_one_device_goes_on_from_two_ranks(folder: Path, kind: str) -> None:
     schedule = SCHEDULES[kind](optimizer)
     trainer.load_full_training_state(full, optimizer, schedule)
     assert go(trainer, optimizer, schedule, range(3, 6)) == pytest.approx(wanted["losses"], rel=1e-9)
+    assert trainer.full_state_dict().keys() == net().state_dict().keys() == wanted["values"].keys()
     for name, value in trainer.full_state_dict().items():
         torch.testing.assert_close(value, wanted["values"][name], rtol=1e-9, atol=1e-12)
 

@@ -190,7 +190,7 @@ def _param_bytes(plan: Plan, spec: TensorSpec, layouts: ParamLayouts, is_trained
     if not is_trained:
         return stored, 0
     dtype = master_dtype(plan.program.precision, spec.dtype)
-    slots, grad = plan.optimizer.state_slots + (dtype != spec.dtype), local(dtype, layouts.grad)
+    slots, grad = plan.optimizer.kept_slots + (dtype != spec.dtype), local(dtype, layouts.grad)
     return stored + grad + slots * local(dtype, layouts.state), grad
 
 
