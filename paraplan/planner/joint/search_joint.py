@@ -363,7 +363,7 @@ class JointSearch:
         for draft in drafting.roomless:
             self.roomless.append(draft)
             self._drafted[id(draft)] = estimate.combination.text, step_s, {}
-        if step_s is not None:
+        if step_s is not None and (found_s is not None or isinstance(self.faults[-1], NoPlanError)):
             self._promise.planned(estimate, self.pricing.kind(estimate.combination), found_s)
 
 
