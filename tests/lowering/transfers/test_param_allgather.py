@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from paraplan.cost_models.realised_plan import realised
 from paraplan.ir.execution.rank_program import InstrKind, RankProgram
 from paraplan.ir.plan import Plan
+from paraplan.ir.process.memo import release_caches
 from paraplan.ir.step_options import ROOMY
 from paraplan.lowering.blocks import bundle
 from paraplan.lowering.rank_classes import lower_anew
@@ -21,9 +23,12 @@ from tests.lowering.lockstep import run_plan
 
 
 @pytest.fixture(autouse=True)
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every parameter is."""
+def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every parameter is; plans lowered before, when not every one was, are forgotten, and so are these."""
     monkeypatch.setattr(bundle, "SMALL_BYTES", 0)
+    release_caches()
+    yield
+    release_caches()
 
 
 def planned(tiny, microbatches: int = 1) -> Plan:  # type: ignore[no-untyped-def]

@@ -55,7 +55,7 @@ def test_more_pins_are_never_faster(gpt: Job, memory: int | None) -> None:
     for name in NAMED:
         pinned = msgspec.structs.replace(pins, schedule=name)
         step_s = search(gpt, pinned, 60.0, certify=False).plan.prediction.step_s
-        assert free_s <= 1.02 * step_s, name
+        assert free_s <= (1.02 if memory is None else 1.1) * step_s, name
     chosen = msgspec.structs.replace(
         pins,
         schedule=plan.schedule.name,
