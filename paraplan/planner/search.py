@@ -273,8 +273,8 @@ def _pipelines_of(
     certify: bool,
     reserves: bool,
 ) -> tuple[Draft, ...]:
-    """The fastest plan of those listed, and what else was planned; of a pinned degree for which allocators have no room,
-    one that fits by the bytes alive."""
+    """The fastest plan of those listed, and what else was planned; where allocators have room for none of a pinned
+    degree, one that fits by the bytes alive."""
 
     def one_stage(pinned: Constraints, proved: bool) -> Draft:
         alone, needed = msgspec.structs.replace(pinned, pp=1), 0
