@@ -74,7 +74,8 @@ def test_settings_the_model_reads_and_tokens_within_the_vocabulary() -> None:
     assert hf_model("marian", small, meta=True).config.decoder_start_token_id == 3
 
 
-def test_a_factory_may_be_named_by_its_file(tmp_path: Path) -> None:
+def test_a_factory_may_be_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_it.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(2, 3)\n")
     for name in ("own_model.py", "json.py"):  # the second has the name of a module that is there
         (tmp_path / name).write_text("from beside_it import make\n\ndef model():\n    return make()\n")

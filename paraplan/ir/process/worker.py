@@ -32,7 +32,8 @@ def _read(tasks: BinaryIO) -> bytes:
     return tasks.read(int.from_bytes(tasks.read(8), "little"))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve the process that started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what is printed is no answer

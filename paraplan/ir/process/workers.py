@@ -5,7 +5,7 @@
     answer = workers.begin(function, task, own)  # answer() is function(that, *task), made while this process goes on
 
 This process takes tasks as well, with `own`. A task that a worker cannot do, be it that it ends or that the task fails,
-is done here, so the answer is that of a loop, and the errors are. Workers are started as `python -m`, so that a script
+is done here, so the answer is that of a loop, and the errors are. Workers are started as `python -c`, so that a script
 without a guard of its `__main__` is not run again; they import what tasks name, and end with this process or when they
 are closed. Tasks and answers are pickled: they pass between processes of one program, never through a file.
 """
@@ -19,11 +19,17 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _UNKNOWN: Any = object()
+# What may be imported here may be there, but in no place of the interpreter's own modules: a folder that a model was
+# loaded from may hold a json.py.
+_RUN = "import sys; sys.path += sys.argv[1:]; from paraplan.ir.process.worker import main; main()"
+SAYS_WHY_S = 5.0
+"""Seconds a process whose answer is missing has for the last of what it prints."""
 
 
 class Workers:
@@ -120,7 +126,7 @@ class Workers:
                 try:
                     found[index] = process.answer(pickle.dumps((function, tasks[index])))
                 except (OSError, EOFError, ValueError, pickle.PickleError):
-                    process.end()
+                    process.end(has_ended=True)
                     if process in self._processes:  # else closed
                         self._processes.remove(process)
                         self.lost += 1
@@ -146,8 +152,8 @@ class _Process:
     """One of them, and what it is told first, while it starts."""
 
     def __init__(self, first: bytes) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-m", "paraplan.ir.process.worker"]
+        command = [sys.executable, "-c", _RUN, str(Path(__file__).parents[3]), *filter(None, sys.path)]
+        env = {**os.environ, "PYTHONSAFEPATH": "1"}
         self.is_busy = False
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         self._telling = Thread(target=self._tell, args=(first,), daemon=True)
@@ -168,8 +174,10 @@ class _Process:
             raise EOFError
         return pickle.loads(data) if data else _UNKNOWN
 
-    def end(self) -> None:
-        """Stop it."""
+    def end(self, has_ended: bool = False) -> None:
+        """Stop it; one that ends by itself says first why."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SAYS_WHY_S if has_ended else 0)
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

@@ -14,7 +14,7 @@ import pytest
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.process.workers import Workers
-from tests.ir.process.worker_tasks import added, base, ends_elsewhere, refused, slow
+from tests.ir.process.worker_tasks import added, base, cannot_be_made, ends_elsewhere, refused, slow
 
 
 @contextmanager
@@ -86,6 +86,26 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=120)
     assert run.stdout == "once\n[1, 2, 3, 4, 5]\n" and run.stderr == ""
+
+
+def test_what_lies_beside_a_model_takes_no_module_s_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("json.py", "heapq.py", "msgspec.py", "paraplan.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with _workers(2) as workers:
+        assert workers.map(added, [(n,) for n in range(5)], base(100)) == [100 + n for n in range(5)]
+        assert workers.lost == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_cannot_begin_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    workers = Workers(1, cannot_be_made, 1)
+    assert workers.map(added, [(1,)], base(100)) == [101]
+    workers.begin(added, (2,), base(100))()
+    workers.close()
+    assert workers.lost == 1 and "ValueError: of 1 nothing is made" in capfd.readouterr().err
 
 
 def test_what_is_under_way_when_they_are_closed_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:

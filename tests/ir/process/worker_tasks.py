@@ -13,6 +13,15 @@ def base(number: int) -> tuple[int, int]:
     return number, os.getpid()
 
 
+def cannot_be_made(number: int) -> tuple[int, int]:
+    """What no other process makes.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(f"of {number} nothing is made")
+
+
 def added(made: tuple[int, int], number: int) -> int:
     """A task."""
     return made[0] + number
