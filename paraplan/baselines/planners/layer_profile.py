@@ -244,7 +244,7 @@ class Profiles:
             again_s={name: _joined(each, tail) for name, each in again_s.items()},
             remade_bytes={name: _joined(each, tail) for name, each in remade.items()},
             output_bytes=tuple(outputs[kind] for kind in kinds)[: min(tail + 1, len(kinds))],
-            workspace_bytes=prices.workspace_bytes,
+            workspace_bytes=max(prices.other_bytes, prices.workspace_bytes((0, len(kinds)))),
             reduce_s=prices.reduce_s,
         )
 

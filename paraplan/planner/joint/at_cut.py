@@ -14,9 +14,12 @@ import msgspec
 from paraplan.planner.pipeline.cuts.balanced_cuts import Short
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.stage_prices import StagePrices
-from paraplan.planner.recompute.kind_options import RematOption
+from paraplan.planner.schedules.order_memory import Waiting
 from paraplan.planner.schedules.order_times import Ended, OrderTimes
 from paraplan.planner.schedules.schedule_problem import StageCosts
+
+FULLEST = 2
+"""Instants at which positions are fullest, one after another, at which bytes are priced."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,20 @@ class PricedPosition:
 
     Attributes:
         prices: of its devices.
-        room: bytes that it may hold beside what calls and reductions under way hold for a moment.
+        room: bytes that it may hold beside what reductions under way hold for a moment.
     """
 
     prices: StagePrices
     room: int
+
+    @property
+    def least_room(self) -> int:
+        """Bytes that it may hold whatever segments it has."""
+        return self.room_of([(0, len(self.prices.call_bytes))], (0,))
+
+    def room_of(self, bounds: Sequence[tuple[int, int]], mine: Sequence[int]) -> int:
+        """Bytes that it may hold beside what calls of its stages hold for a moment as well."""
+        return self.room - self.prices.workspace_bytes(*(bounds[stage] for stage in mine))
 
 
 def recomputed(
@@ -48,19 +60,12 @@ def recomputed(
     taken = [0] * len(positions[0].prices.options)
     saved, deferred = [each.activation_bytes for each in stages], [each.weight_grad_bytes for each in stages]
     for position, mine in enumerate(orders.held):
-        fixed_bytes = sum(stages[stage].fixed_bytes for stage in mine)
-        at = _Holding(positions[position], position, mine, bounds, orders, saved, deferred, taken, fixed_bytes)
+        room = positions[position].room - sum(stages[stage].fixed_bytes for stage in mine)
+        at = _Holding(positions[position].prices, position, mine, bounds, stages, orders, saved, deferred, taken, room)
         if at.over_bytes() <= 0:
             continue
-        any_over, prices, here = True, positions[position].prices, at.segments
-        kinds = [segment.kind for segment in prices.sharding.job.program.segments]
-        for price in prices.per_byte:
-            before, best = taken[:], [_best(options, price) for options in prices.sharding.options]
-            for i in here:
-                taken[i] = best[kinds[i]]
-            if (over := at.over_bytes()) <= 0:
-                over = _undone(taken, [(i, before[i]) for i in here if before[i] != taken[i]], at.over_bytes)
-                break
+        any_over, prices = True, positions[position].prices
+        over = _taken_to_fit(at)
         missing = max(missing, over)
         for stage in mine:
             extra = sum(prices.options[i][taken[i]].extra_s for i in range(*bounds[stage]))
@@ -70,8 +75,29 @@ def recomputed(
                 backward_s=was.backward_s + extra,
                 input_grad_s=was.input_grad_s + extra,
                 activation_bytes=saved[stage],
+                weight_grad_bytes=deferred[stage],
             )
     return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
+
+
+def _taken_to_fit(at: _Holding) -> int:
+    """Have a position's segments make again as little as lets it fit. What it is over by then.
+
+    Bytes are priced as they are held where it is fullest; where it is not that any more once that is so, as they are
+    held there.
+    """
+    kinds, before, over = [segment.kind for segment in at.prices.sharding.job.program.segments], at.taken[:], 0
+    for _ in range(FULLEST):
+        share = at.waiting().share
+        at.taken[:] = before
+        for choice in at.prices.choices(share):
+            was = at.taken[:]
+            for i in at.segments:
+                at.taken[i] = choice[kinds[i]]
+            if at.over_bytes() <= 0:
+                return _undone(at.taken, [(i, was[i]) for i in at.segments if was[i] != at.taken[i]], at.over_bytes)
+        over = at.over_bytes()
+    return over
 
 
 @dataclass(frozen=True)
@@ -79,23 +105,24 @@ class _Holding:
     """What a position is over by as its segments take one option or another.
 
     Attributes:
-        at: the position, with its room; `number`: which one; `mine`: its stages.
-        bounds, orders: of the pipeline.
-        saved: per stage, what a microbatch saves; changed with what is taken.
-        deferred: per stage, what it holds between the halves of its backward.
+        prices: of the position; `number`: which one; `mine`: its stages.
+        bounds, stages, orders: of the pipeline.
+        saved, deferred: per stage, what a microbatch saves, and holds between the halves of its backward (0 where that
+            is one); changed with what is taken.
         taken: per segment, its option.
-        fixed_bytes: what its stages hold of parameters.
+        room: for microbatches, and what calls hold for a moment.
     """
 
-    at: PricedPosition
+    prices: StagePrices
     number: int
     mine: Sequence[int]
     bounds: Bounds
+    stages: Sequence[StageCosts]
     orders: OrderTimes
     saved: list[int]
-    deferred: Sequence[int]
+    deferred: list[int]
     taken: list[int]
-    fixed_bytes: int
+    room: int
 
     @property
     def segments(self) -> list[int]:
@@ -104,10 +131,24 @@ class _Holding:
 
     def over_bytes(self) -> int:
         """What it is over its room by, with what its segments take now."""
-        options = self.at.prices.options
+        calls = max((self._call_bytes(i) for i in self.segments), default=0)
+        return max(self.waiting().nbytes + calls, self.prices.other_bytes) - self.room
+
+    def _call_bytes(self, i: int) -> int:
+        """What a segment's calls hold for a moment, with what its backward made again, where that does not wait."""
+        most, *_ = options = self.prices.options[i]
+        again = most.saved_bytes - options[self.taken[i]].saved_bytes
+        return self.prices.call_bytes[i] + (0 if any(self.deferred[stage] for stage in self.mine) else again)
+
+    def waiting(self) -> Waiting:
+        """What it holds of microbatches where it is fullest, with what its segments take now."""
+        options = self.prices.options
         for stage in self.mine:
-            self.saved[stage] = sum(options[i][self.taken[i]].saved_bytes for i in range(*self.bounds[stage]))
-        return self.orders.waiting_bytes(self.number, self.saved, self.deferred) + self.fixed_bytes - self.at.room
+            chosen = [options[i][self.taken[i]] for i in range(*self.bounds[stage])]
+            self.saved[stage] = sum(each.saved_bytes for each in chosen)
+            if self.deferred[stage]:
+                self.deferred[stage] = sum(each.deferred_bytes for each in chosen)
+        return self.orders.waiting(self.number, self.saved, self.deferred, self.stages)
 
 
 def _undone(taken: list[int], turned: Sequence[tuple[int, int]], over_by: Callable[[], int]) -> int:
@@ -150,14 +191,14 @@ def short_of(
     peaks = orders.peak_bytes(tuple(stages))
     own_s, again = [], []
     for position, mine in enumerate(orders.held):
-        prices, room = positions[position].prices, positions[position].room
+        prices, room = positions[position].prices, positions[position].room_of(bounds, mine)
         own_s.append(sum(sum(prices.seconds[slice(*bounds[stage])]) for stage in mine) or 1.0)
         extra = sum(prices.options[i][taken[i]].extra_s for s in mine for i in range(*bounds[s])) if taken else 0.0
         again.append(extra / max(peaks[position] - room, 1))
-    least = min((each for each in again if each > 0), default=max(positions[0].prices.per_byte))
+    least = min((each for each in again if each > 0), default=positions[0].prices.dearest)
     return tuple(
-        Short(peak / own, float(at.room), each or least)
-        for peak, own, each, at in zip(peaks, own_s, again, positions, strict=True)
+        Short(peak / own, float(at.room_of(bounds, mine)), each or least)
+        for peak, own, each, at, mine in zip(peaks, own_s, again, positions, orders.held, strict=True)
     )
 
 
@@ -193,12 +234,5 @@ def step_ended_s(
 
 
 def deferred_bytes(prices: StagePrices, bound: tuple[int, int]) -> int:
-    """What a stage keeps of a microbatch between the halves of its backward."""
-    sharding = prices.sharding
-    return sum(sharding.deferred[segment.kind] for segment in sharding.job.program.segments[slice(*bound)])
-
-
-def _best(options: Sequence[RematOption], price: float) -> int:
-    """The number of the option that takes least at a price per byte."""
-    found = ((each.extra_s + price * each.saved_bytes, each.saved_bytes) for each in options)
-    return min(enumerate(found), key=lambda each: each[1])[0]
+    """What a stage that recomputes nothing keeps of a microbatch between the halves of its backward."""
+    return sum(options[0].deferred_bytes for options in prices.options[slice(*bound)])

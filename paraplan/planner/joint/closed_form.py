@@ -47,6 +47,8 @@ class ClosedForm:
         room = self.room(totals.workspace_bytes, pp) - replicas * keeps.all_bytes / pp
         if room <= 0:
             return math.inf
+        if combination.schedule == "gpipe" or combination.microbatches <= pp:  # all forwards before the first backward
+            room += replicas * keeps.grad_bytes / pp
         work_s = combination.microbatches * (totals.seconds / pp + each * totals.cut_s)
         held = totals.saved_bytes / pp
         most = pp * (1 + 1 / each) if combination.schedule == "interleaved" else float(pp)

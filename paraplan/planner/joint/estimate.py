@@ -154,7 +154,7 @@ class Pricer(ClosedForm):
         """What a combination comes to with its stages cut so."""
         schedule, memory = NAMED[combination.schedule], prices.memory(mesh_shape)
         whole = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
-        at = (PricedPosition(prices, self.room(prices.workspace_bytes, combination.pp)),) * combination.pp
+        at = (PricedPosition(prices, self.room(0, combination.pp)),) * combination.pp
         stages, over, taken = recomputed(at, bounds, whole, orders)
         short = () if over is None else short_of(at, bounds, whole, orders, taken)
         if over and (not schedule.splits or over > DEFERRED * self.budget):
@@ -188,6 +188,8 @@ class Pricer(ClosedForm):
             activation_bytes=sum(memory.saved_bytes[first:stop]),
             weight_grad_bytes=deferred_bytes(prices, bound) if NAMED[combination.schedule].splits else 0,
             fixed_bytes=memory.kept_bytes(first, stop),
+            grad_bytes=memory.gradient_bytes(first, stop),
+            reduced_bytes=memory.reduced(first, stop),
         )
 
     def _hop_s(self, prices: StagePrices, stop: int, combination: Combination, mesh_shape: tuple[int, ...]) -> float:

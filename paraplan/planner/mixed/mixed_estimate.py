@@ -124,6 +124,8 @@ class MixedPricer:
             activation_bytes=sum(memory.saved_bytes[first:stop]),
             weight_grad_bytes=deferred_bytes(prices, bounds[stage]) if NAMED[self.pipeline.schedule].splits else 0,
             fixed_bytes=memory.kept_bytes(first, stop),
+            grad_bytes=memory.gradient_bytes(first, stop),
+            reduced_bytes=memory.reduced(first, stop),
         )
 
     def _cuts(self) -> Iterator[Bounds]:
@@ -149,7 +151,7 @@ class MixedPricer:
                 if option is not None:
                     saved = np.array([0, *itertools.accumulate(e[option].saved_bytes for e in position.prices.options)])
                     held = position.memory.kept + flying * (saved[None, :] - saved[:, None])
-                    cost = np.where(held <= position.room / self.pipeline.each, cost, np.inf)
+                    cost = np.where(held <= position.least_room / self.pipeline.each, cost, np.inf)
                 known[key] = cost
             found.append(known[key])
         return found

@@ -234,7 +234,7 @@ class MixedSearch:
             if there is None:
                 return None
             budget = self.prices.budget(span.group) - self.less.get(span.group, 0)
-            room = budget - prices.workspace_bytes - budget // ROOM
+            room = budget - budget // ROOM
             meshes = span_meshes(self.job.cluster, span, there.sharding.decisions.mesh)
             found += [Position(there, room, span.group, mesh, budget) for mesh in meshes]
         return tuple(found)

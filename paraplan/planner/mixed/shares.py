@@ -110,6 +110,6 @@ def _options(
         own_s = _seconds(position) + pipeline.each * position.prices.totals.cut_s
         for way, (saved, extra_s) in enumerate(each):
             times[at, way] = own_s + extra_s
-            limits[at, way] = max(position.room, 0) / max(kept + flying * saved, 1.0)
+            limits[at, way] = max(position.least_room, 0) / max(kept + flying * saved, 1.0)
     times[np.isinf(times)] = times[np.isfinite(times)].max()
     return times, limits

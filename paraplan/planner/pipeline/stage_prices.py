@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,6 +23,7 @@ import msgspec
 
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.rank_trace import RankTrace
+from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
 from paraplan.ir.execution.streams import COMPUTE
 from paraplan.ir.machine.collectives import COLLECTIVES, Collective
@@ -34,11 +35,13 @@ from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.stage_totals import Kept, Totals
 from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.recompute.stage_recompute import deferred_of, options_of
+from paraplan.planner.recompute.stage_recompute import held_options
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.schedule_problem import at
 from paraplan.rules.time_axis import program_micro
 
+SHARES = 16
+"""Shares of microbatches between the halves of a backward that are told apart."""
 FEW = 3
 """Microbatches simulated: the middle one is as all others are."""
 
@@ -70,12 +73,7 @@ class Sharding:
     @cached_property
     def options(self) -> tuple[tuple[RematOption, ...], ...]:
         """Per kind, what an instance may recompute."""
-        return self.known or options_of(self.whole)
-
-    @cached_property
-    def deferred(self) -> tuple[int, ...]:
-        """Per kind, what an instance keeps of a microbatch between the halves of a backward in two."""
-        return deferred_of(self.whole)
+        return self.known or held_options(self.whole)
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,8 @@ class StagePrices:
         reduce_s: what the busiest link takes for the reductions of a step's gradients.
         update_s: what a step computes once: updates, copies around collectives of its begin and end.
         gather_s: what the busiest link takes for the gathers that a step begins with.
-        workspace_bytes: the most that any call holds for a moment.
+        call_bytes: per segment, the most that any of its calls holds for a moment.
+        other_bytes: the most that any other call does, while no microbatch is held: as a step begins and ends.
         cut_forward_s, cut_backward_s: what a microbatch takes more for each stage that the chain is cut into: gathers
             and reductions under way do not cross from one to the next.
     """
@@ -99,19 +98,25 @@ class StagePrices:
     reduce_s: float
     update_s: float
     gather_s: float
-    workspace_bytes: int
+    call_bytes: tuple[int, ...]
+    other_bytes: int
     cut_forward_s: float
     cut_backward_s: float
     _memories: dict[tuple[int, ...], ChainMemory] = field(default_factory=dict)
     _kept: dict[tuple[int, ...], Kept] = field(default_factory=dict)
+    _choices: dict[float, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     @property
     def numbers(self) -> tuple[tuple[float, ...] | float, ...]:
         """All but the sharding, in the order of fields."""
         return (
             *(self.forward_s, self.backward_s, self.reduce_s, self.update_s, self.gather_s),
-            *(self.workspace_bytes, self.cut_forward_s, self.cut_backward_s),
+            *(self.call_bytes, self.other_bytes, self.cut_forward_s, self.cut_backward_s),
         )
+
+    def workspace_bytes(self, *bounds: tuple[int, int]) -> int:
+        """The most that any call holds for a moment, on a position that has some runs of segments."""
+        return max((n for first, stop in bounds for n in self.call_bytes[first:stop]), default=0)
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
@@ -129,31 +134,34 @@ class StagePrices:
         return sum(options[0].saved_bytes for options in self.options)
 
     @cached_property
-    def per_byte(self) -> tuple[float, ...]:
-        """Prices of a byte saved at which a kind's choice changes, least first."""
-        found = {0.0}
-        for options in self.sharding.options:
-            for a, b in itertools.pairwise(options):
-                if a.saved_bytes > b.saved_bytes:
-                    found.add((b.extra_s - a.extra_s) / (a.saved_bytes - b.saved_bytes) * (1 + 1e-9))
-        return tuple(sorted(found | {max(found) * 2 + 1e-18}))
+    def dearest(self) -> float:
+        """The highest price of a byte saved at which a kind's choice changes."""
+        return max(map(_prices_between, self.sharding.options, itertools.repeat(0.0)), default=(0.0,))[-1]
+
+    def choices(self, between: float = 0.0) -> tuple[tuple[int, ...], ...]:
+        """Per kind, the option that takes least at a price per byte, at every price at which one changes, least first.
+
+        Args:
+            between: of the microbatches that are held, the share whose backward is between its halves.
+        """
+        share = round(SHARES * between) / SHARES
+        if share not in self._choices:
+            options = self.sharding.options
+            prices = {0.0}.union(*(_prices_between(each, share) for each in options))
+            last = max(prices) * 2 + 1e-18
+            self._choices[share] = tuple(
+                tuple(_best(each, price, share) for each in options) for price in sorted(prices | {last})
+            )
+        return self._choices[share]
 
     @cached_property
     def recomputing(self) -> tuple[tuple[int, float], ...]:
         """(bytes a microbatch saves, seconds made again) in the whole model at every such price, most bytes first."""
         counts = Counter(segment.kind for segment in self.sharding.job.program.segments)
         found = []
-        for price in self.per_byte:
-            chosen = {
-                kind: min(self.sharding.options[kind], key=lambda o: (o.extra_s + price * o.saved_bytes, o.saved_bytes))
-                for kind in counts
-            }
-            found.append(
-                (
-                    sum(n * chosen[kind].saved_bytes for kind, n in counts.items()),
-                    sum(n * chosen[kind].extra_s for kind, n in counts.items()),
-                )
-            )
+        for choice in self.choices():
+            chosen = [(n, self.sharding.options[kind][choice[kind]]) for kind, n in counts.items()]
+            found.append((sum(n * o.saved_bytes for n, o in chosen), sum(n * o.extra_s for n, o in chosen)))
         return tuple(found)
 
     @cached_property
@@ -172,7 +180,7 @@ class StagePrices:
             reduce_s=self.reduce_s,
             update_s=self.update_s,
             saved_bytes=self.saved_bytes,
-            workspace_bytes=self.workspace_bytes,
+            workspace_bytes=self.workspace_bytes((0, len(program.segments))),
             recomputing=self.recomputing,
         )
 
@@ -208,6 +216,34 @@ class StagePrices:
         return self._kept[mesh_shape]
 
 
+def _held(option: RematOption, between: float) -> float:
+    """Bytes of a microbatch, a share of which is between the halves of its backward."""
+    return (1 - between) * option.saved_bytes + between * option.deferred_bytes
+
+
+def _prices_between(options: Sequence[RematOption], between: float) -> tuple[float, ...]:
+    """Prices per byte at which the choice of an option changes, least first: slopes of the lower hull."""
+    hull: list[tuple[float, float]] = []
+    for held, extra_s in sorted((_held(option, between), option.extra_s) for option in options):
+        if hull and extra_s >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], (held, extra_s)):
+            hull.pop()
+        hull.append((held, extra_s))
+    return tuple(sorted(_slope(*each) * (1 + 1e-9) for each in itertools.pairwise(hull))) or (0.0,)
+
+
+def _slope(lean: tuple[float, float], quick: tuple[float, float]) -> float:
+    """Seconds made again for every byte less, from the leaner to the quicker."""
+    return (lean[1] - quick[1]) / (quick[0] - lean[0])
+
+
+def _best(options: Sequence[RematOption], price: float, between: float) -> int:
+    """The number of the option that takes least at a price per byte."""
+    found = ((each.extra_s + price * (held := _held(each, between)), held) for each in options)
+    return min(enumerate(found), key=lambda each: each[1])[0]
+
+
 def stage_prices(sharding: Sharding) -> StagePrices:
     """Prices of a sharding, by simulated steps of few microbatches and layers, whole and cut."""
     runs = runs_of(sharding.whole)
@@ -232,7 +268,8 @@ def stage_prices(sharding: Sharding) -> StagePrices:
         reduce_s,
         update_s,
         gather_s,
-        found.workspace_bytes,
+        tuple(found.call_bytes.get(index, 0) for index in short.stands_for),
+        found.call_bytes.get(-1, 0),
         more_f,
         more_b,
     )
@@ -240,18 +277,20 @@ def stage_prices(sharding: Sharding) -> StagePrices:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Times of a simulated step: of a middle microbatch per segment; what is reduced, updated and gathered once."""
+    """Of a simulated step: times of a middle microbatch per segment; what is reduced, updated and gathered once; the
+    most that a call holds for a moment, per segment, -1 for those of none."""
 
     forward_s: list[float]
     backward_s: list[float]
     once_s: tuple[float, float, float]
-    workspace_bytes: int
+    call_bytes: dict[int, int]
 
 
 def _timed(plan: Plan) -> _Timed:
     """Simulate a step of one position. A microbatch's forward lasts from its begin to that of the next computation,
     waits of every kind included."""
-    (trace, *_) = simulate_plan(plan, lower(plan)).traces
+    programs = lower(plan)
+    (trace, *_) = simulate_plan(plan, programs).traces
     begins: dict[tuple[ActionKind, int], float] = {}
     own = {kind: [0.0] * len(plan.program.segments) for kind in (ActionKind.F, ActionKind.B)}
     seen = _microbatches(trace)
@@ -273,7 +312,7 @@ def _timed(plan: Plan) -> _Timed:
         if whole and (kind, shown) in lasts:
             own[kind] = [s * max(lasts[kind, shown], 0.0) / whole for s in each]
     once_s = _reduced_s(trace, seen[-1] if seen else 0), _once_s(trace, seen, shown), _gathered_s(trace)
-    return _Timed(own[ActionKind.F], own[ActionKind.B], once_s, _above(trace))
+    return _Timed(own[ActionKind.F], own[ActionKind.B], once_s, _above(trace, programs[0]))
 
 
 def _reduced_s(trace: RankTrace, last: int) -> float:
@@ -317,13 +356,14 @@ def _busiest_s(trace: RankTrace, counts: Callable[[Action], bool], is_meant: Cal
     return max(links.values(), default=0.0)
 
 
-def _above(trace: RankTrace) -> int:
-    """The most that any call holds for a moment, beside what is there before or after it."""
-    held = [point.live_bytes for point in trace.memory]
-    peaks = (
-        point.peak_bytes - max(before, point.live_bytes) for before, point in zip(held, trace.memory[1:], strict=False)
-    )
-    return max(peaks, default=0)
+def _above(trace: RankTrace, program: RankProgram) -> dict[int, int]:
+    """Per segment, -1 for none, the most that its calls hold for a moment beside what stays."""
+    found: dict[int, int] = {}
+    for before, point in itertools.pairwise(trace.memory):
+        segment = program.steps[point.step].segment
+        above = point.peak_bytes - max(before.live_bytes, point.live_bytes)
+        found[segment] = max(found.get(segment, 0), above)
+    return found
 
 
 def cut_plan(whole: Plan, count: int) -> Plan:

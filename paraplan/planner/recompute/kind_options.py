@@ -50,6 +50,7 @@ class RematOption:
     Attributes:
         recomputed: the values made again.
         rerun: those whose ops are executed again for nothing.
+        deferred_bytes: what it holds between the halves of a backward in two, where that was asked for.
         saved_bytes: what it holds on the device from its forward to its backward.
         extra_s: seconds of executing ops again.
         away: the values that wait on `tier`.
@@ -66,6 +67,7 @@ class RematOption:
     away_bytes: int = 0
     copy_s: float = 0.0
     rerun: tuple[str, ...] = ()
+    deferred_bytes: int = 0
 
     @property
     def activations(self) -> dict[str, str]:

@@ -1,39 +1,46 @@
 """What a backward in two halves keeps between them: its first half hands a gradient on, its second makes those of
 weights.
 
-The second half reads values of the forward, made again or not, and gradients that the first half made: they wait from
-one to the other, so recomputing makes nothing of them smaller. Left out: what comes from outside of the segment.
+The second half reads values of the forward, made again or not, gradients that came or that the first half made, and
+what is handed on between segments: they wait from one to the other, so recomputing makes nothing of them smaller. An op
+that is executed again goes with the half that needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import SegmentKind
 from paraplan.planner.sharding.layout_options import storage_roots
 
 
-def handed_on(kind: SegmentKind) -> frozenset[int]:
-    """The backward's ops that gradients of inputs depend on, by position."""
+def handed_on(kind: SegmentKind, again: Collection[int] = ()) -> frozenset[int]:
+    """The backward's ops that gradients of inputs depend on, by position.
+
+    Args:
+        kind: of segment.
+        again: the forward's ops that the backward executes again, of which likewise.
+    """
     wanted, found = {name for name in kind.input_grads if name is not None}, set()
     for at, op in reversed(list(enumerate(kind.graph.ops))):
-        if op.phase is Phase.BACKWARD and not wanted.isdisjoint(filter(None, op.outs)):
+        if (op.phase is Phase.BACKWARD or at in again) and not wanted.isdisjoint(filter(None, op.outs)):
             found.add(at)
             wanted.update(op.tensors)
     return frozenset(found)
 
 
-def deferred_bytes(kind: SegmentKind, nbytes: Mapping[str, int]) -> int:
+def deferred_bytes(kind: SegmentKind, nbytes: Mapping[str, float], again: Collection[int] = ()) -> float:
     """What a microbatch of an instance keeps between the halves.
 
     Args:
         kind: of segment.
-        nbytes: local bytes of every value that its ops make.
+        nbytes: local bytes of every value that its ops make, and of what counts of its inputs, outputs and tangents.
+        again: the forward's ops that the backward executes again.
     """
-    first, roots = handed_on(kind), storage_roots(kind)
+    first, roots = handed_on(kind, again), storage_roots(kind)
     ops = list(enumerate(kind.graph.ops))
-    second = [op for at, op in ops if op.phase is Phase.BACKWARD and at not in first]
+    second = [op for at, op in ops if (op.phase is Phase.BACKWARD or at in again) and at not in first]
     made = {out for op in second for out in op.outs}
     read = {roots.get(name, name) for op in second for name in op.tensors if name not in made}
     return sum(nbytes.get(name, 0) for name in read)

@@ -17,10 +17,12 @@ Limits: activations are recomputed, not offloaded; a heuristic as to which micro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from paraplan.cost_models.realised_plan import Budget, Realised, over_budget_bytes, realised
 from paraplan.ir.execution.schedule import ActionKind, Schedule, parse_action
@@ -29,6 +31,7 @@ from paraplan.ir.plan import Plan
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import choose
+from paraplan.planner.schedules.order_memory import Instants, Waiting, fullest, instants_of
 
 ROUNDS, LAST = 8, 3
 """Pipelines looked at, and then those of which every position is known to have room."""
@@ -37,6 +40,8 @@ NARROW = 0.7
 less 1, the least that is asked for next."""
 MARGIN = 0.004
 """Of the budget, what is saved beyond what a pipeline is over, for every one before that was over."""
+FULLEST = 2
+"""Instants at which a position is fullest, one after another, at which bytes are counted."""
 LEAST_FLYING = 1 / 8
 """Of the microbatches in flight, how few of them a byte less saved is thought to be worth at least."""
 LOOSE = 0.01
@@ -139,6 +144,8 @@ class _Taking:
         }
         self.taken = dict(enumerate(begun or [0] * len(self.program.segments)))
         self.flying = {cell: in_flight(kept.schedule, cell) for cell in self.segments}
+        self.stages = {cell: [range(stages[s].first, stages[s].stop) for s in cell] for cell in self.segments}
+        self.instants = {cell: _instants(kept.schedule, cell) for cell in self.segments}
         self.worth = dict(self.flying)
         self.lessened: dict[Cell, tuple[float, float]] = {}
         self.fitting: dict[Cell, list[_Known]] = {cell: [] for cell in self.segments}
@@ -148,7 +155,7 @@ class _Taking:
         """What is taken now was found to have positions over by this many bytes."""
         for cell, excess in over.items():
             here = self.segments[cell]
-            seen = _Known(self._saved(here), excess, {i: self.taken[i] for i in here})
+            seen = _Known(self._saved(cell), excess, {i: self.taken[i] for i in here})
             fitting = [each for each in self.fitting[cell] if each.saved_bytes < seen.saved_bytes or excess <= 0]
             self.fitting[cell] = fitting if excess > 0 else [*fitting, seen]
             if excess > 0:
@@ -197,26 +204,56 @@ class _Taking:
             share = (-most.over - LOOSE / 2 * self.held_bytes[cell]) / max(least.over - most.over, 1.0)
             chosen = self._chosen(cell, most.saved_bytes + min(max(share, 1 - NARROW), NARROW) * between)
         self.taken |= most.taken if chosen is None else dict(zip(here, chosen, strict=True))
-        if self._saved(here) <= most.saved_bytes:
+        if self._saved(cell) <= most.saved_bytes:
             self.taken |= most.taken
 
     def _take(self, cell: Cell, excess: float, less_bytes: float) -> None:
         """Have a position that is over by `excess` hold so many bytes less."""
         here = self.segments[cell]
-        saved = self._saved(here)
+        saved = self._saved(cell)
         chosen = self._chosen(cell, saved - less_bytes / self.worth[cell])
         leanest = [len(self.options_at[i]) - 1 for i in here]
         self.taken |= dict(zip(here, leanest if chosen is None else chosen, strict=True))
-        if (less := saved - self._saved(here)) > 0:
+        if (less := saved - self._saved(cell)) > 0:
             self.lessened[cell] = excess, less
 
     def _chosen(self, cell: Cell, saved_bytes: float) -> Sequence[int] | None:
-        """What a position's segments take to save no more than so much; None where they cannot."""
-        here = tuple(self.program.segments[i] for i in self.segments[cell])
-        return choose(msgspec.structs.replace(self.program, segments=here), self.options_of(cell), saved_bytes)
+        """What a position's segments take to save no more than so much, bytes counted as where it is fullest, with what
+        they take now and with that; None where they cannot."""
+        here, taken, chosen = self.segments[cell], self.taken, None
+        segments = tuple(self.program.segments[i] for i in here)
+        program = msgspec.structs.replace(self.program, segments=segments)
+        for _ in range(FULLEST):
+            share = self._waiting(cell, taken if chosen is None else dict(zip(here, chosen, strict=True))).share
+            chosen = choose(program, [_counted(each, share) for each in self.options_of(cell)], saved_bytes)
+            if chosen is None or self._saved(cell, dict(zip(here, chosen, strict=True))) <= saved_bytes:
+                break
+        return chosen
 
-    def _saved(self, here: Sequence[int]) -> int:
-        return sum(self.options_at[i][self.taken[i]].saved_bytes for i in here)
+    def _saved(self, cell: Cell, taken: Mapping[int, int] | None = None) -> int:
+        """What a microbatch that is held saves of all a position's stages, where it is fullest."""
+        return int(self._waiting(cell, self.taken if taken is None else taken).nbytes / self.flying[cell])
+
+    def _waiting(self, cell: Cell, taken: Mapping[int, int]) -> Waiting:
+        stages = [[self.options_at[i][taken[i]] for i in stage] for stage in self.stages[cell]]
+        saved = [sum(each.saved_bytes for each in stage) for stage in stages]
+        return fullest(self.instants[cell], saved, [sum(each.deferred_bytes for each in stage) for stage in stages])
+
+
+def _counted(options: Sequence[RematOption], between: float) -> tuple[RematOption, ...]:
+    """Options whose saved bytes are those of a microbatch, a share of which is between the halves of its backward."""
+    if not between:
+        return tuple(options)
+    return tuple(
+        replace(each, saved_bytes=int((1 - between) * each.saved_bytes + between * each.deferred_bytes))
+        for each in options
+    )
+
+
+def _instants(schedule: Schedule, cell: Cell) -> Instants:
+    """Those of any rank that holds the stages."""
+    orders = ([parse_action(text) for text in texts] for texts in schedule.classes)
+    return np.concatenate([instants_of(order, cell) for order in orders if any(each.stage in cell for each in order)])
 
 
 def in_flight(schedule: Schedule, stages: Sequence[int]) -> float:

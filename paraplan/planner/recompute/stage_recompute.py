@@ -39,9 +39,9 @@ from paraplan.lowering.blocks.remat import boundary_values
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.evaluate_plan import as_decided, gave_up, realise
+from paraplan.planner.recompute.inputs_held import held_shares, with_inputs
 from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
 from paraplan.planner.recompute.presets import preset_fates
-from paraplan.planner.recompute.split_backward import deferred_bytes
 from paraplan.planner.sharding.instants import Instant, peak_instant
 from paraplan.planner.solvers.milp import MilpBuilder, solve
 
@@ -111,14 +111,26 @@ def options_of(
     return tuple(found)
 
 
-def deferred_of(plan: Plan) -> tuple[int, ...]:
-    """Per kind, what a microbatch of an instance keeps between the halves of a backward in two."""
+def held_options(plan: Plan) -> tuple[tuple[RematOption, ...], ...]:
+    """As `options_of`, with what every option holds of other segments' results, and between the halves of a backward in
+    two (`inputs_held`).
+
+    Args:
+        plan: which keeps everything.
+    """
+    nbytes = _kinds_bytes(plan, tuple(Phase))
+    shares = held_shares(plan.program, nbytes)
+    return tuple(map(with_inputs, plan.program.kinds, shares, nbytes, options_of(plan)))
+
+
+def _kinds_bytes(plan: Plan, phases: Sequence[Phase]) -> list[dict[str, int]]:
+    """Per kind, local bytes of what its ops of some phases make."""
     forwards, found = PlanBlocks(plan).routes[0].parts[0].forwards, []
     extended = (plan.num_shares, *plan.stages[0].mesh.shape)
     for index, kind in enumerate(plan.program.kinds):
         forward = next(forwards[i] for i, segment in enumerate(plan.program.segments) if segment.kind == index)
-        found.append(deferred_bytes(kind, _local_bytes(kind, forward, extended, tuple(Phase))))
-    return tuple(found)
+        found.append(_local_bytes(kind, forward, extended, phases))
+    return found
 
 
 def _local_bytes(

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.process.memo import SESSION, Lately
 from paraplan.planner.schedules.event_simulation import evaluate
 from paraplan.planner.schedules.named import named_orders
+from paraplan.planner.schedules.order_memory import Instants, Waiting, fullest, instants_of
 from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, check_costs, runner_of, stages_of
 
 _KINDS = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
@@ -132,41 +130,34 @@ class OrderTimes:
         saved = [costs.activation_bytes for costs in stages]
         deferred = [costs.weight_grad_bytes for costs in stages]
         return tuple(
-            sum(stages[stage].fixed_bytes for stage in held) + self.waiting_bytes(position, saved, deferred)
+            sum(stages[stage].fixed_bytes for stage in held) + self.waiting_bytes(position, saved, deferred, stages)
             for position, held in enumerate(self.held)
         )
 
-    def waiting_bytes(self, position: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
-        """The most bytes of microbatches held at once by a position.
+    def waiting_bytes(
+        self, position: int, saved: Sequence[int], deferred: Sequence[int], stages: Sequence[StageCosts] = ()
+    ) -> int:
+        """As `waiting`, the bytes alone."""
+        return self.waiting(position, saved, deferred, stages).nbytes
+
+    def waiting(
+        self, position: int, saved: Sequence[int], deferred: Sequence[int], stages: Sequence[StageCosts] = ()
+    ) -> Waiting:
+        """What a position holds of microbatches where it is fullest, less the gradients that are not there then.
 
         Args:
             position: which.
             saved: per stage of the pipeline, bytes a microbatch holds from its forward to its backward.
             deferred: per stage, bytes it holds between the halves of its backward.
+            stages: per stage, of which gradients are known; () where they are always there.
         """
-        each = np.array([[saved[stage] for stage in self.held[position]], [deferred[s] for s in self.held[position]]])
-        return int((self._instants[position] * each).sum((1, 2)).max(initial=0))
+        held = self.held[position]
+        mine, between = ([each[stage] for stage in held] for each in (saved, deferred))
+        return fullest(self._instants[position], mine, between, [stages[stage] for stage in held] if stages else ())
 
     @cached_property
-    def _instants(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Per position [instants, 2, its stages]: how many microbatches wait for their backward, and between its
-        halves, after its actions, those with the same counts once."""
-        more = {ActionKind.F: (1, 0), ActionKind.B: (-1, 0), ActionKind.I: (-1, 1), ActionKind.W: (0, -1)}
-        by_kind, found = np.array([more[kind] for kind in _KINDS]), []
-        for held, computations in zip(self.held, self._computations, strict=True):
-            codes = np.array([code for code, *_ in computations], dtype=np.int64)
-            each = np.zeros((len(codes), 2, len(held)), dtype=np.int64)
-            mine = np.searchsorted(held, codes % self.num_stages)
-            each[np.arange(len(codes)), :, mine] = by_kind[codes // self.num_stages]
-            counts = each.cumsum(0)
-            _, first = np.unique(counts.reshape(len(codes), -1) @ _mixed(2 * len(held)), return_index=True)
-            found.append(counts[first])
-        return tuple(found)
-
-
-def _mixed(count: int) -> npt.NDArray[np.int64]:
-    """Numbers under which small counts have different sums."""
-    return np.random.default_rng(0).integers(1, 2**40, count)
+    def _instants(self) -> tuple[Instants, ...]:
+        return tuple(map(instants_of, self.orders, self.held))
 
 
 def ended(orders: Orders, stages: tuple[StageCosts, ...]) -> Ended:

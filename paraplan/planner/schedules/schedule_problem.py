@@ -29,6 +29,8 @@ class StageCosts(Value, frozen=True, kw_only=True):
         activation_bytes: held from the start of F to the end of B or I.
         weight_grad_bytes: held from the end of I to that of W.
         fixed_bytes: held always (parameters, gradients, optimizer states).
+        grad_bytes: of these, gradients, which are there from the end of the first B or W on only.
+        reduced_bytes: of these, what the end of the last gives up: they are reduced then.
     """
 
     forward_s: float = 1.0
@@ -40,6 +42,8 @@ class StageCosts(Value, frozen=True, kw_only=True):
     activation_bytes: int = 1
     weight_grad_bytes: int = 1
     fixed_bytes: int = 0
+    grad_bytes: int = 0
+    reduced_bytes: int = 0
 
     def seconds(self, kind: ActionKind) -> float:
         """What one of its computations takes."""

@@ -117,7 +117,8 @@ def test_positions_are_estimated_to_recompute_one_segment_too_much_at_most(gpt: 
         whole = stages[position].activation_bytes
         room = stages[position].fixed_bytes + int(share * flying * whole)
         roomy = stages[1 - position].fixed_bytes + flying * 100 * whole
-        at = [PricedPosition(prices, room if p == position else roomy) for p in range(pp)]
+        calls = [prices.workspace_bytes(bound) for bound in bounds]
+        at = [PricedPosition(prices, calls[p] + (room if p == position else roomy)) for p in range(pp)]
         found, over, taken = recomputed(at, bounds, stages, orders)
         assert over is not None and over <= 0
         assert orders.peak_bytes(tuple(found))[position] <= room

@@ -16,15 +16,16 @@ from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.bounding import relaxations
-from paraplan.planner.joint.bounding.in_flight import spread_of
+from paraplan.planner.joint.bounding.in_flight import fullest, spread_of
 from paraplan.planner.joint.bounding.relaxations import Position
 from paraplan.planner.joint.bounding.space_bound import Least, SpaceBound
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.schedules.named import NAMED
+from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.order_memory import instants_of
 from paraplan.planner.schedules.order_times import ended
-from paraplan.planner.schedules.schedule_problem import StageCosts
+from paraplan.planner.schedules.schedule_problem import StageCosts, stages_of
 from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import problem_of
 from tests.captures import zoo_job
@@ -190,3 +191,25 @@ def test_a_hull_that_was_cut_short_proves_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(relaxations, "MOST_OPTIONS", longest)
     short = Position(part, space, inner, 1, 10.0).recomputing
     assert all(b == (() if len(a) == longest else a) for a, b in zip(whole, short, strict=True))
+
+
+SIZES = [(name, 4 if name == "chimera" else 3, count) for name in NAMED for count in (2, 3, 4, 6, 9)]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "count"), [each for each in SIZES if NAMED[each[0]].counts(*each[1:])])
+def test_gradients_count_where_they_are_held_beside_most_microbatches(schedule: str, pp: int, count: int) -> None:
+    """Not where all forwards come before the first backward, as gradients come and microbatches go."""
+    orders = named_orders(schedule, pp, count, NAMED[schedule].stages)
+    found = fullest(orders)
+    seen = []
+    for order, mine in zip(orders, stages_of(orders), strict=True):
+        instants = instants_of(order, mine)
+        flying = instants[:, 0].sum(1)
+        most = instants[flying == flying.max()]
+        seen.append(bool(most[:, 2].all(1).any()))
+        assert sum(found.counts[stage] for stage in mine) >= flying.max()
+    assert found.have_grads <= all(seen)
+    if schedule == "gpipe" or (schedule == "interleaved" and count <= 3):
+        assert not found.have_grads
+    if schedule == "1f1b":
+        assert found.have_grads == (count > 3)

@@ -1,35 +1,54 @@
 """How many microbatches wait for their backward in a pipeline, whatever its cuts.
 
 After some action a position of a schedule has the most forwards behind it whose backwards are to come: its count per
-stage is then (`fullest`). Which stage a segment is in is free, but not wholly so: where no position may take longer
-than a limit, segments from its first on fill positions from the front, or from the back, no faster than that limit, so
-that each has an earliest and a latest position, and waits at least as often as the least of the stages between
-(`waiting`). Where a position has several stages they are taken to be cut evenly, but for so many stages more or less
-(`spread`): each segment is that near to the stage its middle is in where stages take equal shares.
+stage is then (`fullest`). Gradients that are added up are there beside them if backwards of its stages have begun.
+Which stage a segment is in is free, but not wholly so: where no position may take longer than a limit, segments from
+its first on fill positions from the front, or from the back, no faster than that limit, so that each has an earliest
+and a latest position, and waits at least as often as the least of the stages between (`waiting`). Where a position has
+several stages they are taken to be cut evenly, but for so many stages more or less (`spread`): each segment is that
+near to the stage its middle is in where stages take equal shares.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.planner.schedules.schedule_problem import BACKWARD, Orders
 
 
-def fullest(orders: Orders) -> tuple[int, ...]:
-    """Per stage, the microbatches whose backward is to come where its position has most of them in all its stages;
-    where two positions hold a stage, of both."""
+class Fullest(NamedTuple):
+    """Where positions have most microbatches in flight, the last time that they do.
+
+    Attributes:
+        counts: per stage, the microbatches whose backward is to come; where two positions hold a stage, of both.
+        have_grads: gradients of all stages are there then, wherever microbatches' add up.
+    """
+
+    counts: tuple[int, ...]
+    have_grads: bool
+
+
+def fullest(orders: Orders) -> Fullest:
+    """Where the positions of a schedule have most microbatches in flight."""
     found: Counter[int] = Counter()
+    have_grads = True
     for order in orders:
         flying: Counter[int] = Counter()
         most: Counter[int] = Counter()
+        begun, then = set[int](), set[int]()
         for action in order:
             flying[action.stage] += (action.kind is ActionKind.F) - (action.kind in BACKWARD)
-            if action.kind is ActionKind.F and flying.total() > most.total():
-                most = flying.copy()
+            if action.kind in (ActionKind.B, ActionKind.W):
+                begun.add(action.stage)
+            if action.kind is ActionKind.F and flying.total() >= most.total():
+                most, then = flying.copy(), set(begun)
         found.update(most)
-    return tuple(found[stage] for stage in range(1 + max(a.stage for order in orders for a in order)))
+        have_grads = have_grads and then >= {action.stage for action in order}
+    counts = tuple(found[stage] for stage in range(1 + max(a.stage for order in orders for a in order)))
+    return Fullest(counts, have_grads)
 
 
 def most_at_once(orders: Orders) -> int:

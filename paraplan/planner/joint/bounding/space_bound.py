@@ -41,7 +41,7 @@ from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.bounding.cut_bounds import filled_s, shared_s
-from paraplan.planner.joint.bounding.in_flight import even_stages, fullest, most_at_once, spread_of, waiting
+from paraplan.planner.joint.bounding.in_flight import Fullest, even_stages, fullest, most_at_once, spread_of, waiting
 from paraplan.planner.joint.bounding.relaxations import (
     Activations,
     Position,
@@ -120,7 +120,7 @@ class Flying:
     """Microbatches whose backward is to come (see `in_flight`): per stage where its position has most of them, and the
     most at once of the first stage."""
 
-    fullest: tuple[int, ...]
+    fullest: Fullest
     at_once: int
 
 
@@ -260,12 +260,23 @@ class SpaceBound:
         if counts is None:
             return max(found_s, best_s)
         pp, m = combination.pp, combination.microbatches
-        kept = 0.0 if self.constraints.state_tiers else kept_bytes(self.job, m > 1) * pp / self.job.cluster.num_devices
-        room = self.budget * pp - NAMED[combination.schedule].num_replicas * kept
+        room = self.budget * pp - self._kept_bytes(combination, m > 1 and self._has_grads(combination))
         activations = Activations(least.position, counts, m, least.by)
         price = activations.price_of(least.computed, room)
         again_s = max(activations.least(least.computed, price)[0] - price * max(room, 0.0), 0.0)
         return max(found_s, (m * least.whole_s + again_s) / pp + self._idle_s(combination, least))
+
+    def _has_grads(self, combination: Combination) -> bool:
+        """Whether gradients that are added up are there where positions have most microbatches in flight."""
+        flying = self.flying(combination)
+        return flying is not None and flying.fullest.have_grads
+
+    def _kept_bytes(self, combination: Combination, has_grads: bool) -> float:
+        """What the positions' ranks keep of parameters and states at least, a rank of each, and of gradients."""
+        if self.constraints.state_tiers:
+            return 0.0
+        kept = kept_bytes(self.job, has_grads) * combination.pp / self.job.cluster.num_devices
+        return NAMED[combination.schedule].num_replicas * kept
 
     def _waiting(self, combination: Combination, least: Least, best_s: float) -> list[float] | None:
         """Per kind, in how many microbatches its instances wait at least, of cuts that may beat the best step; None
@@ -279,7 +290,7 @@ class SpaceBound:
         is_cut_freely = combination.each == 1 and NAMED[combination.schedule].num_replicas == 1
         limit_s = best_s / combination.microbatches if is_cut_freely else None
         seconds = least.each_s if is_cut_freely else self._even_by or least.each_s
-        waits = waiting(flying.fullest, seconds, limit_s, self.spread)
+        waits = waiting(flying.fullest.counts, seconds, limit_s, self.spread)
         for segment, count in zip(self.job.program.segments, waits or (), strict=waits is not None):
             counts[segment.kind] += count
         return None if waits is None else counts
@@ -295,13 +306,18 @@ class SpaceBound:
         activations = Activations(position, counts, combination.microbatches)
         idle_s, room = self._idle_s(combination, least), float(self.budget * pp)
         tangents: list[Tangent] = []
+        has_grads = combination.microbatches == 1 or self._has_grads(combination)
+        least_bytes = self._kept_bytes(combination, False)
         price: float | None = 0.0
         while price is not None and len(tangents) < PRICES:
-            kept = position.kept(price * replicas)
+            kept = position.kept(price * replicas if has_grads else 0.0)
             if kept is None:
                 break
+            held = replicas * kept.kept_bytes
+            if not has_grads:  # of any sharding, without those it has then
+                held, kept = least_bytes, replace(kept, least_s=kept.least_s + price * least_bytes)
             again_s, waits_bytes = activations.least(kept.computed, price)
-            over = replicas * kept.kept_bytes + waits_bytes - room
+            over = held + waits_bytes - room
             tangents.append(Tangent(price, kept.least_s + again_s - price * room, over))
             if tangents[-1].value_s / pp + idle_s >= (1 - NEAR) * best_s:
                 break

@@ -112,12 +112,14 @@ class ChainMemory:
         params: per segment, its parameters.
         param_bytes: per parameter, what a rank keeps for it: the stored copy, its gradient, the optimizer's states.
         grad_bytes: per parameter that is trained, its gradient on a rank.
+        reduced_bytes: per parameter that is trained, what of it goes as it is reduced.
         saved_bytes: per segment, what one microbatch in flight holds.
     """
 
     params: tuple[tuple[str, ...], ...]
     param_bytes: dict[str, int]
     grad_bytes: dict[str, int]
+    reduced_bytes: dict[str, int]
     saved_bytes: tuple[int, ...]
 
     def kept_bytes(self, first: int, stop: int) -> int:
@@ -141,6 +143,10 @@ class ChainMemory:
         """The gradients of a stage."""
         return self._of_params(self.grad_bytes, first, stop)
 
+    def reduced(self, first: int, stop: int) -> int:
+        """Of the gradients of a stage, what goes as they are reduced."""
+        return self._of_params(self.reduced_bytes, first, stop)
+
     def _of_params(self, nbytes: dict[str, int], first: int, stop: int) -> int:
         return sum(nbytes.get(name, 0) for name in {n for params in self.params[first:stop] for n in params})
 
@@ -162,36 +168,39 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
         saved_bytes: per kind, what an instance saves for the backward of a microbatch.
     """
     program, stage = plan.program, plan.stages[0]
-    trained, param_bytes, grad_bytes = set(trained_params(program)), dict[str, int](), dict[str, int]()
-    alike: dict[object, tuple[int, int]] = {}
+    trained, param_bytes = set(trained_params(program)), dict[str, int]()
+    grad_bytes, reduced_bytes = dict[str, int](), dict[str, int]()
+    alike: dict[object, tuple[int, int, int]] = {}
     for name, layouts in stage.params.items():
         spec, is_trained = program.params[name].spec, name in trained
         key = spec.dtype, spec.shape, layouts.stored, layouts.grad, layouts.state, layouts.ahead, is_trained
         if key not in alike:
             alike[key] = _param_bytes(plan, spec, layouts, is_trained)
-        param_bytes[name], grad = alike[key]
+        param_bytes[name], grad, less = alike[key]
         if is_trained:
-            grad_bytes[name] = grad
+            grad_bytes[name], reduced_bytes[name] = grad, less
     return ChainMemory(
         tuple(segment.params for segment in program.segments),
         param_bytes,
         grad_bytes,
+        reduced_bytes,
         tuple(saved_bytes[segment.kind] for segment in program.segments),
     )
 
 
-def _param_bytes(plan: Plan, spec: TensorSpec, layouts: ParamLayouts, is_trained: bool) -> tuple[int, int]:
-    """What a rank keeps for a parameter, and its gradient of that."""
+def _param_bytes(plan: Plan, spec: TensorSpec, layouts: ParamLayouts, is_trained: bool) -> tuple[int, int, int]:
+    """What a rank keeps for a parameter, its gradient of that, and what of the gradient goes as it is reduced."""
 
     def local(dtype: str, layout: str) -> int:
         return TensorSpec(dtype, _shard(spec.shape, parse_layout(layout), plan.stages[0].mesh.shape)).nbytes
 
     stored = local(spec.dtype, layouts.stored) + layouts.ahead * local(spec.dtype, layouts.state)
     if not is_trained:
-        return stored, 0
+        return stored, 0, 0
     dtype = master_dtype(plan.program.precision, spec.dtype)
     slots, grad = plan.optimizer.kept_slots + (dtype != spec.dtype), local(dtype, layouts.grad)
-    return stored + grad + slots * local(dtype, layouts.state), grad
+    state = local(dtype, layouts.state)
+    return stored + grad + slots * state, grad, max(grad - state, 0)
 
 
 def _shard(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:

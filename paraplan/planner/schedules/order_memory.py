@@ -1,0 +1,77 @@
+"""What one position holds of microbatches in some order of its computations.
+
+What is held after an action is a sum over stages of counts and bytes, so an order is read once, into its distinct
+counts (`instants_of`), and where it is fullest is found for any bytes (`fullest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paraplan.ir.execution.schedule import Action, ActionKind
+from paraplan.planner.schedules.schedule_problem import StageCosts
+
+Instants = npt.NDArray[np.int64]
+"""[instants, 4, stages]: how many microbatches wait for their backward, and between its halves; whether gradients are
+there, and whether they are reduced."""
+_CHANGES = {ActionKind.F: (1, 0), ActionKind.B: (-1, 0), ActionKind.I: (-1, 1), ActionKind.W: (0, -1)}
+
+
+class Waiting(NamedTuple):
+    """What a position holds of microbatches at once: bytes; how many wait for a stage's backward, and between its
+    halves, of all its stages together."""
+
+    nbytes: int
+    flying: int
+    between: int
+
+    @property
+    def share(self) -> float:
+        """Of those held, which are between the halves."""
+        return self.between / max(self.flying + self.between, 1)
+
+
+def instants_of(order: Sequence[Action], held: Sequence[int]) -> Instants:
+    """The counts after a position's actions, those alike once.
+
+    Args:
+        order: its actions; those of other kinds and stages change nothing.
+        held: its stages, ascending.
+    """
+    place = {stage: number for number, stage in enumerate(held)}
+    mine = [(each.kind, place[each.stage]) for each in order if each.kind in _CHANGES and each.stage in place]
+    each = np.zeros((len(mine) + 1, 4, len(held)), dtype=np.int64)
+    first, last = dict[int, int](), dict[int, int]()
+    for number, (kind, stage) in enumerate(mine, 1):
+        each[number, :2, stage] = _CHANGES[kind]
+        if kind in (ActionKind.B, ActionKind.W):
+            first.setdefault(stage, number)
+            last[stage] = number
+    for row, at in ((2, first), (3, last)):
+        each[list(at.values()), row, list(at)] = 1
+    counts = each.cumsum(0)
+    mixed = np.random.default_rng(0).integers(1, 2**40, 4 * len(held))  # under which small counts have different sums
+    return counts[np.unique(counts.reshape(len(counts), -1) @ mixed, return_index=True)[1]]
+
+
+def fullest(
+    instants: Instants, saved: Sequence[float], deferred: Sequence[float], stages: Sequence[StageCosts] = ()
+) -> Waiting:
+    """What is held where most is, less the gradients that are not there then.
+
+    Args:
+        instants: of an order.
+        saved: per stage of the position, bytes a microbatch holds from its forward to its backward.
+        deferred: per stage, bytes it holds between the halves of its backward.
+        stages: per stage, of which gradients are known; () where they are always there.
+    """
+    begun, over = [each.grad_bytes for each in stages], [-each.reduced_bytes for each in stages]
+    each = np.array([saved, deferred, *((begun, over) if stages else ())], dtype=np.int64)
+    nbytes = (instants[:, : len(each)] * each).sum((1, 2))
+    at = int(nbytes.argmax())
+    flying, between = instants[at, :2].sum(1)
+    return Waiting(int(nbytes[at]) - sum(begun), int(flying), int(between))
