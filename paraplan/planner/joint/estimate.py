@@ -190,6 +190,7 @@ class Pricer(ClosedForm):
             fixed_bytes=memory.kept_bytes(first, stop),
             grad_bytes=memory.gradient_bytes(first, stop),
             reduced_bytes=memory.reduced(first, stop),
+            gathered_bytes=memory.gathered(first, stop),
         )
 
     def _hop_s(self, prices: StagePrices, stop: int, combination: Combination, mesh_shape: tuple[int, ...]) -> float:

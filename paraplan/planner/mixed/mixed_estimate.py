@@ -126,6 +126,7 @@ class MixedPricer:
             fixed_bytes=memory.kept_bytes(first, stop),
             grad_bytes=memory.gradient_bytes(first, stop),
             reduced_bytes=memory.reduced(first, stop),
+            gathered_bytes=memory.gathered(first, stop),
         )
 
     def _cuts(self) -> Iterator[Bounds]:

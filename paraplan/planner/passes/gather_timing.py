@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import msgspec
 
+from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.realised_plan import Budget, Realised, realised
-from paraplan.planner.evaluate_plan import gathers
+from paraplan.ir.execution.rank_program import BlockRole
 
-WORTH = 0.01
-"""Share of a step that communication is waited for, from which on another time is tried."""
+WORTH, LONG = 0.01, 0.02
+"""Shares of a step that communication is waited for, and that gathers take, from which on another time is tried."""
 
 
 def gathered(made: Realised, budget: Budget) -> Realised:
@@ -27,7 +28,7 @@ def gathered(made: Realised, budget: Budget) -> Realised:
     plan, simulation = made.plan, made.simulation
     if plan.memory_actions is not None or simulation.exposed_comm_s < WORTH * simulation.step_s:
         return made
-    if not gathers(made.programs):
+    if gathering_s(made) < LONG * simulation.step_s:
         return made
     options = plan.options
     tries = dict.fromkeys((options.but(params_ahead=False), options.but(bundle_bytes=0), options.lean))
@@ -37,3 +38,14 @@ def gathered(made: Realised, budget: Budget) -> Realised:
     fitting = [each for each in found if each.left_bytes(budget) >= 0 and each.over_bytes == made.over_bytes]
     best = min(fitting, key=lambda each: each.simulation.step_s, default=made)
     return best if best.simulation.step_s < simulation.step_s * (1 - 1e-9) else made
+
+
+def gathering_s(made: Realised) -> float:
+    """What parameters gathered before they are read take of a step, on the rank where that is most: waits for them, or
+    for what comes later for them, are no longer."""
+    most_s = 0.0
+    for program, costs in zip(made.programs, plan_costs(made.plan), strict=True):
+        blocks = {name: block for name, block in program.blocks.items() if block.role is BlockRole.GATHER}
+        each_s = {name: sum(costs.instr_s(block, i) for i in block.instrs) for name, block in blocks.items()}
+        most_s = max(most_s, sum(each_s.get(step.block, 0.0) for step in program.steps))
+    return most_s

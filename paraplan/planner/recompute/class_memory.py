@@ -1,10 +1,10 @@
 """What the rank classes of a pipeline need, by their own programs, and from as few microbatches as will do.
 
 What a rank holds hangs on its own segments, so that of plans which differ in what these do again, the classes that
-differ are lowered, each as if it were alone. Once it has had the gradients of all its stages, and then has as many
-microbatches in flight as ever, a rank of most schedules does from there on what it did before: later microbatches are
-left out (`until_full`). Of a plan that was realised (`seen`) it is known what its classes need, and by how much that
-was more than what was found so is added to what is found of them from there on.
+differ are lowered, each as if it were alone. Once it has held as many microbatches as ever, in flight and between the
+halves of their backward, with the gradients of all its stages, a rank does from there on what it did before: later
+microbatches are left out (`until_full`). Of a plan that was realised (`seen`) it is known what its classes need, and by
+how much that was more than what was found so is added to what is found of them from there on.
 
 Limits: receives are where a class's own steps have them, not in the order of the sends of others; the pieces that an
 allocator's free memory is in hang on all that came before, so that of more microbatches more may be reserved, or less;
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import le
 from typing import NamedTuple
 
 import msgspec
@@ -29,11 +30,11 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.step_options import StepOptions
 from paraplan.ir.struct import to_json
 from paraplan.lowering import lower_alone
+from paraplan.planner.schedules.order_memory import CHANGES
 
 Actions = tuple[str, ...]
 MORE = 1
 """Microbatches looked at beyond those with which a rank is full."""
-_BACKWARD = (ActionKind.B, ActionKind.W)
 
 
 class _Key(NamedTuple):
@@ -47,20 +48,27 @@ class _Key(NamedTuple):
 
 
 def until_full(actions: Actions) -> Actions:
-    """The actions of a rank class but those of microbatches that come after it has as many in flight as ever, with
-    gradients of all its stages, and of one more."""
-    parsed = [parse_action(text) for text in actions]
-    gradless = {action.stage for action in parsed if action.kind is ActionKind.F}
-    flying, levels = 0, list[int]()
+    """The actions of a rank class but those of microbatches that come after it has held as many as ever, and of one
+    more.
+
+    As many as ever: in flight, between the halves of a backward in two, and with gradients of as many stages, where no
+    more of one of these are there with as many of the others.
+    """
+    parsed, counts, with_grads = [parse_action(text) for text in actions], [0, 0], set[int]()
+    levels = list[tuple[int, int, int]]()
     for action in parsed:
-        flying += (action.kind is ActionKind.F) - (action.kind in _BACKWARD)
-        levels.append(flying)
-    last, most = -1, max(levels, default=0)
+        for at, more in enumerate(CHANGES.get(action.kind, (0, 0))):
+            counts[at] += more
+        if action.kind in (ActionKind.B, ActionKind.W):
+            with_grads.add(action.stage)
+        levels.append((counts[0], counts[1], len(with_grads)))
+    every = set(levels)
+    left = {each for each in every if not any(each != o and all(map(le, each, o)) for o in every)}
+    last = -1
     for action, level in zip(parsed, levels, strict=True):
         last = max(last, action.microbatch)
-        if action.kind in _BACKWARD:
-            gradless.discard(action.stage)
-        if not gradless and level == most:
+        left.discard(level)
+        if not left:
             break
     return tuple(text for text, action in zip(actions, parsed, strict=True) if action.microbatch <= last + MORE)
 

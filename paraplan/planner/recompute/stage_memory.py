@@ -17,8 +17,7 @@ Limits: activations are recomputed, not offloaded; a heuristic as to which micro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -31,7 +30,7 @@ from paraplan.ir.plan import Plan
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import choose
-from paraplan.planner.schedules.order_memory import Instants, Waiting, fullest, instants_of
+from paraplan.planner.schedules.order_memory import Instants, fullest, instants_of, most_held
 
 ROUNDS, LAST = 8, 3
 """Pipelines looked at, and then those of which every position is known to have room."""
@@ -40,8 +39,8 @@ NARROW = 0.7
 less 1, the least that is asked for next."""
 MARGIN = 0.004
 """Of the budget, what is saved beyond what a pipeline is over, for every one before that was over."""
-FULLEST = 2
-"""Instants at which a position is fullest, one after another, at which bytes are counted."""
+HELD = ("saved_bytes", "deferred_bytes")
+"""Of an option: what a microbatch holds until its backward, and between the halves of that."""
 LEAST_FLYING = 1 / 8
 """Of the microbatches in flight, how few of them a byte less saved is thought to be worth at least."""
 LOOSE = 0.01
@@ -218,36 +217,17 @@ class _Taking:
             self.lessened[cell] = excess, less
 
     def _chosen(self, cell: Cell, saved_bytes: float) -> Sequence[int] | None:
-        """What a position's segments take to save no more than so much, bytes counted as where it is fullest, with what
-        they take now and with that; None where they cannot."""
-        here, taken, chosen = self.segments[cell], self.taken, None
-        segments = tuple(self.program.segments[i] for i in here)
-        program = msgspec.structs.replace(self.program, segments=segments)
-        for _ in range(FULLEST):
-            share = self._waiting(cell, taken if chosen is None else dict(zip(here, chosen, strict=True))).share
-            chosen = choose(program, [_counted(each, share) for each in self.options_of(cell)], saved_bytes)
-            if chosen is None or self._saved(cell, dict(zip(here, chosen, strict=True))) <= saved_bytes:
-                break
-        return chosen
+        """What a position's segments take to save no more than so much; None where they cannot."""
+        segments = tuple(self.program.segments[i] for i in self.segments[cell])
+        program, counts = msgspec.structs.replace(self.program, segments=segments), most_held(self.instants[cell])
+        each = [(flying / at, between / at) for at in (self.flying[cell] * len(cell),) for flying, between in counts]
+        return choose(program, self.options_of(cell), saved_bytes, instants=each)
 
-    def _saved(self, cell: Cell, taken: Mapping[int, int] | None = None) -> int:
+    def _saved(self, cell: Cell) -> int:
         """What a microbatch that is held saves of all a position's stages, where it is fullest."""
-        return int(self._waiting(cell, self.taken if taken is None else taken).nbytes / self.flying[cell])
-
-    def _waiting(self, cell: Cell, taken: Mapping[int, int]) -> Waiting:
-        stages = [[self.options_at[i][taken[i]] for i in stage] for stage in self.stages[cell]]
-        saved = [sum(each.saved_bytes for each in stage) for stage in stages]
-        return fullest(self.instants[cell], saved, [sum(each.deferred_bytes for each in stage) for stage in stages])
-
-
-def _counted(options: Sequence[RematOption], between: float) -> tuple[RematOption, ...]:
-    """Options whose saved bytes are those of a microbatch, a share of which is between the halves of its backward."""
-    if not between:
-        return tuple(options)
-    return tuple(
-        replace(each, saved_bytes=int((1 - between) * each.saved_bytes + between * each.deferred_bytes))
-        for each in options
-    )
+        stages = [[self.options_at[i][self.taken[i]] for i in stage] for stage in self.stages[cell]]
+        saved, deferred = ([sum(getattr(o, of) for o in stage) for stage in stages] for of in HELD)
+        return int(fullest(self.instants[cell], saved, deferred).nbytes / self.flying[cell])
 
 
 def _instants(schedule: Schedule, cell: Cell) -> Instants:

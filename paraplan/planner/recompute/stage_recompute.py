@@ -250,8 +250,9 @@ def choose(
     rooms: Mapping[str, float] | None = None,
     times: tuple[float, float] = (0.0, 0.0),
     num_microbatches: int = 1,
+    instants: Sequence[tuple[float, float]] = ((1.0, 0.0),),
 ) -> tuple[int, ...] | None:
-    """Per segment, its option: the fewest seconds that save at most so many bytes in all; None: impossible.
+    """Per segment, its option: the fewest seconds that hold at most so many bytes in all; None: impossible.
 
     Args:
         program: whose segments.
@@ -260,6 +261,8 @@ def choose(
         rooms: bytes of every tier.
         times: seconds of compute that copies away, and copies back, can hide behind.
         num_microbatches: how often a step passes every segment.
+        instants: at which no more may be held: how often what is saved, and what waits between the halves of a
+            backward.
     """
     count = Counter(segment.kind for segment in program.segments)
     keys = [(kind, at) for kind in count for at in range(len(options[kind]))]
@@ -275,7 +278,9 @@ def choose(
         columns = [column for column, key in enumerate(keys) if key[0] == kind]
         builder.add_row(columns, [1.0] * len(columns), lower=instances, upper=instances)
     unit = max(1.0, *(options[kind][0].saved_bytes for kind in count))
-    builder.add_row(range(len(keys)), [option.saved_bytes / unit for option in picked], upper=allowed_bytes / unit)
+    for saved, deferred in instants:
+        held = [saved * option.saved_bytes + deferred * option.deferred_bytes for option in picked]
+        builder.add_row(range(len(keys)), [each / unit for each in held], upper=allowed_bytes / unit)
     for tier, room in sorted((rooms or {}).items()):
         there = [column for column, option in enumerate(picked) if option.tier == tier]
         if not there:

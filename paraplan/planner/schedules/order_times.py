@@ -143,13 +143,14 @@ class OrderTimes:
     def waiting(
         self, position: int, saved: Sequence[int], deferred: Sequence[int], stages: Sequence[StageCosts] = ()
     ) -> Waiting:
-        """What a position holds of microbatches where it is fullest, less the gradients that are not there then.
+        """What a position holds of microbatches where it is fullest, less gradients and copies of parameters that are
+        not there then.
 
         Args:
             position: which.
             saved: per stage of the pipeline, bytes a microbatch holds from its forward to its backward.
             deferred: per stage, bytes it holds between the halves of its backward.
-            stages: per stage, of which gradients are known; () where they are always there.
+            stages: per stage, of which these are known; () where they are always there.
         """
         held = self.held[position]
         mine, between = ([each[stage] for stage in held] for each in (saved, deferred))

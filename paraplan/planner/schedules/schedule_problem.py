@@ -31,6 +31,8 @@ class StageCosts(Value, frozen=True, kw_only=True):
         fixed_bytes: held always (parameters, gradients, optimizer states).
         grad_bytes: of these, gradients, which are there from the end of the first B or W on only.
         reduced_bytes: of these, what the end of the last gives up: they are reduced then.
+        gathered_bytes: of fixed_bytes, copies of parameters that are there from the first F to the end of the last B or
+            I.
     """
 
     forward_s: float = 1.0
@@ -44,6 +46,7 @@ class StageCosts(Value, frozen=True, kw_only=True):
     fixed_bytes: int = 0
     grad_bytes: int = 0
     reduced_bytes: int = 0
+    gathered_bytes: int = 0
 
     def seconds(self, kind: ActionKind) -> float:
         """What one of its computations takes."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +114,7 @@ class ChainMemory:
         param_bytes: per parameter, what a rank keeps for it: the stored copy, its gradient, the optimizer's states.
         grad_bytes: per parameter that is trained, its gradient on a rank.
         reduced_bytes: per parameter that is trained, what of it goes as it is reduced.
+        gathered_bytes: per parameter that is trained, a copy that is there while segments read it.
         saved_bytes: per segment, what one microbatch in flight holds.
     """
 
@@ -120,6 +122,7 @@ class ChainMemory:
     param_bytes: dict[str, int]
     grad_bytes: dict[str, int]
     reduced_bytes: dict[str, int]
+    gathered_bytes: dict[str, int]
     saved_bytes: tuple[int, ...]
 
     def kept_bytes(self, first: int, stop: int) -> int:
@@ -147,6 +150,10 @@ class ChainMemory:
         """Of the gradients of a stage, what goes as they are reduced."""
         return self._of_params(self.reduced_bytes, first, stop)
 
+    def gathered(self, first: int, stop: int) -> int:
+        """Copies of a stage's parameters that are there while segments read them."""
+        return self._of_params(self.gathered_bytes, first, stop)
+
     def _of_params(self, nbytes: dict[str, int], first: int, stop: int) -> int:
         return sum(nbytes.get(name, 0) for name in {n for params in self.params[first:stop] for n in params})
 
@@ -169,38 +176,49 @@ def chain_memory(plan: Plan, saved_bytes: Sequence[int]) -> ChainMemory:
     """
     program, stage = plan.program, plan.stages[0]
     trained, param_bytes = set(trained_params(program)), dict[str, int]()
-    grad_bytes, reduced_bytes = dict[str, int](), dict[str, int]()
-    alike: dict[object, tuple[int, int, int]] = {}
+    grad_bytes, reduced_bytes, gathered_bytes = (dict[str, int]() for _ in range(3))
+    alike: dict[object, _ParamBytes] = {}
     for name, layouts in stage.params.items():
         spec, is_trained = program.params[name].spec, name in trained
         key = spec.dtype, spec.shape, layouts.stored, layouts.grad, layouts.state, layouts.ahead, is_trained
         if key not in alike:
             alike[key] = _param_bytes(plan, spec, layouts, is_trained)
-        param_bytes[name], grad, less = alike[key]
+        found = alike[key]
+        param_bytes[name] = found.kept
         if is_trained:
-            grad_bytes[name], reduced_bytes[name] = grad, less
+            grad_bytes[name], reduced_bytes[name], gathered_bytes[name] = found.grad, found.reduced, found.gathered
     return ChainMemory(
         tuple(segment.params for segment in program.segments),
         param_bytes,
         grad_bytes,
         reduced_bytes,
+        gathered_bytes,
         tuple(saved_bytes[segment.kind] for segment in program.segments),
     )
 
 
-def _param_bytes(plan: Plan, spec: TensorSpec, layouts: ParamLayouts, is_trained: bool) -> tuple[int, int, int]:
-    """What a rank keeps for a parameter, its gradient of that, and what of the gradient goes as it is reduced."""
+class _ParamBytes(NamedTuple):
+    """What a rank keeps for a parameter; of that its gradient, what of this goes as it is reduced, and a copy that is
+    there while segments read it."""
 
+    kept: int
+    grad: int = 0
+    reduced: int = 0
+    gathered: int = 0
+
+
+def _param_bytes(plan: Plan, spec: TensorSpec, layouts: ParamLayouts, is_trained: bool) -> _ParamBytes:
     def local(dtype: str, layout: str) -> int:
         return TensorSpec(dtype, _shard(spec.shape, parse_layout(layout), plan.stages[0].mesh.shape)).nbytes
 
-    stored = local(spec.dtype, layouts.stored) + layouts.ahead * local(spec.dtype, layouts.state)
+    copy = local(spec.dtype, layouts.stored)
+    stored = copy + layouts.ahead * local(spec.dtype, layouts.state)
     if not is_trained:
-        return stored, 0, 0
+        return _ParamBytes(stored)
     dtype = master_dtype(plan.program.precision, spec.dtype)
     slots, grad = plan.optimizer.kept_slots + (dtype != spec.dtype), local(dtype, layouts.grad)
     state = local(dtype, layouts.state)
-    return stored + grad + slots * state, grad, max(grad - state, 0)
+    return _ParamBytes(stored + grad + slots * state, grad, max(grad - state, 0), copy if layouts.ahead else 0)
 
 
 def _shard(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
