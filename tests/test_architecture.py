@@ -130,7 +130,7 @@ DOCUMENTED = (
         "baselines/",
         "rules/",
         "kernels/",
-        "capture/register.py",
+        "capture/",
     ),
 )
 REFERRED = re.compile(r"As `kernels\.(\w+)\.(\w+)`")
