@@ -98,7 +98,10 @@ def _integer(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     if isinstance(low, fx.Node) or isinstance(high, fx.Node) or int(high) - int(low) >= 1 << 23:  # type: ignore[call-overload]
         return None
     made = _moved(rewriter, node, _unit(rewriter, node), float(int(high) - int(low)), 0.0)  # type: ignore[call-overload]
-    return _cast(rewriter, node, _moved(rewriter, node, rewriter.call(node, aten.floor.default, made), 1, low))
+    made = rewriter.call(node, aten.floor.default, made)
+    if max(abs(int(low)), abs(int(high))) > 1 << 24:  # type: ignore[call-overload]  # floats would round the sum
+        made = rewriter.call(node, aten._to_copy.default, made, dtype=torch.int64)
+    return _cast(rewriter, node, _moved(rewriter, node, made, 1, low))
 
 
 def _permutation(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
@@ -134,9 +137,11 @@ def _kept(rewriter: Rewriter, node: fx.Node, p: float, like: Tensor) -> fx.Node:
 def _bernoulli(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
     """Of one probability, or of a tensor of them: 1 where u < p."""
     p = found.get("p", node.args[0])
-    if not isinstance(p, fx.Node):
-        return _kept(rewriter, node, float(p), value_of(node))  # type: ignore[arg-type]
-    return _cast(rewriter, node, rewriter.call(node, aten.lt.Tensor, _unit(rewriter, node), p))
+    if isinstance(p, fx.Node):
+        return _cast(rewriter, node, rewriter.call(node, aten.lt.Tensor, _unit(rewriter, node), p))
+    if not value_of(node).is_floating_point():  # has no mean
+        return _cast(rewriter, node, rewriter.call(node, aten.lt.Scalar, _unit(rewriter, node), float(p)))  # type: ignore[arg-type]
+    return _kept(rewriter, node, float(p), value_of(node))  # type: ignore[arg-type]
 
 
 def _floored(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
