@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,10 @@ SHARED = (
 """Signatures that a record describes: an op's rules (`rules.dims.OpDef`), memory strategies."""
 
 
+REFERRED = re.compile(r"As `kernels\.\w+\.(\w+)`")
+"""How the docstring of a device's kernel begins: the reference kernel of its name has the words."""
+
+
 def _undocumented(source: Source) -> Iterator[str]:
     """Public functions with several parameters and no word on each, but commands, whose options have their own."""
     has_commands = "app.command(" in source.text
@@ -99,7 +104,10 @@ def _undocumented(source: Source) -> Iterator[str]:
                 names = tuple(
                     arg.arg for arg in (*each.args.args, *each.args.kwonlyargs) if arg.arg not in ("self", "cls")
                 )
-                if "Args:" not in (ast.get_docstring(each) or "") and not has_commands and names not in SHARED:
+                text = ast.get_docstring(each) or ""
+                referred = REFERRED.match(text)
+                has_words = "Args:" in text or names in SHARED or (referred is not None and referred[1] == each.name)
+                if not has_words and not has_commands:
                     yield f"{source.path}:{each.lineno} {each.name}()"
 
 

@@ -129,9 +129,12 @@ DOCUMENTED = (
         "terminal/",
         "baselines/",
         "rules/",
-        "capture/register.py",
+        "kernels/",
+        "capture/",
     ),
 )
+REFERRED = re.compile(r"As `kernels\.(\w+)\.(\w+)`")
+"""How the docstring of a device's kernel begins: the reference kernel it names has the words."""
 OWN = ("self", "cls")
 COMMANDS = ("app.command", "app.callback")
 """Whose parameters have words of their own, as options have."""
@@ -365,11 +368,31 @@ def says_nothing_of_parameters(module: Module) -> Iterator[str]:
         names = [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs) if each.arg not in OWN]
         if len(names) < 3 or function.name.startswith("_") or function.name in commands:
             continue
-        if module.path.startswith(FAMILIES.get(tuple(names), "-")):
+        if module.path.startswith(FAMILIES.get(tuple(names), "-")) or refers(module, function):
             continue
         said = (ast.get_docstring(function) or "").partition("Args:")[2]
         if missing := [name for name in names if not re.search(rf"\b{name}\b.*:", said)]:
             yield f"{module.path}:{function.lineno} {function.name}() says nothing of {', '.join(missing)} under Args:"
+
+
+def refers(module: Module, function: ast.FunctionDef) -> bool:
+    """Whether a kernel of a device names the reference kernel of the same name, which takes the same parameters."""
+    found = REFERRED.match(ast.get_docstring(function) or "")
+    if found is None or found[2] != function.name or not module.path.startswith("kernels/gpu/"):
+        return False
+    alike = [each for each in reference_kernels(found[1]) if each.name == function.name]
+    return bool(alike) and argument_names(alike[0]) == argument_names(function)
+
+
+def reference_kernels(name: str) -> list[ast.FunctionDef]:
+    path = ROOT / "paraplan" / "kernels" / f"{name}.py"
+    body = ast.parse(path.read_text()).body if path.exists() else []
+    return [each for each in body if isinstance(each, ast.FunctionDef)]
+
+
+def argument_names(function: ast.FunctionDef) -> list[str]:
+    args = function.args
+    return [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
 
 
 def commands_of(module: Module) -> Iterator[str]:
@@ -492,6 +515,8 @@ def test_rule_can_fail(rule: Callable[[Module], Iterator[str]]) -> None:
 
 
 TEN = ", ".join("abcdefghij")
+GATED_GRAD = "def gated_grad(g, gate, up, activation):"
+AS_REFERENCE = '"""As `kernels.elementwise_kernels.gated_grad`."""'
 
 
 @pytest.mark.parametrize(
@@ -508,6 +533,15 @@ TEN = ", ".join("abcdefghij")
         (says_nothing_of_parameters, "terminal/x.py", "@app.command()\ndef f(a, b, c): pass", True),
         (says_nothing_of_parameters, "terminal/x.py", "def f(a, b, c): pass\napp.command('f')(f)", True),
         (says_nothing_of_parameters, "planner/x.py", "class A:\n    def f(self, a, b, c): pass", False),
+        (says_nothing_of_parameters, "kernels/gpu/x.py", f"{GATED_GRAD}\n    {AS_REFERENCE}", True),
+        (says_nothing_of_parameters, "kernels/x.py", f"{GATED_GRAD}\n    {AS_REFERENCE}", False),
+        (says_nothing_of_parameters, "kernels/gpu/x.py", f"{GATED_GRAD.replace('up', 'y')}\n    {AS_REFERENCE}", False),
+        (
+            says_nothing_of_parameters,
+            "kernels/gpu/x.py",
+            f"{GATED_GRAD.replace('_grad', '')}\n    {AS_REFERENCE}",
+            False,
+        ),
         (reads_labels, "runtime/x.py", "op.target.startswith('aten')", False),
         (reads_labels, "planner/x.py", "'softmax' in op.target", False),
         (reads_labels, "planner/x.py", "dtype.startswith('float8')", False),

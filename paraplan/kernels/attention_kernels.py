@@ -253,7 +253,14 @@ def attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of `attention` in q, k, v and, where asked, the float mask (summed over its broadcast dims).
 
-    `out` and `lse` are those of the whole rows, whichever keys these are; the mask's gradient is zero at others.
+    Args:
+        g_out: [b, h, s, e], gradient of `attention`'s output.
+        q, k, v, mask, seed: as `attention` takes them.
+        out, lse: what `attention` gives for the whole rows, whichever keys k and v hold.
+        call_args: of `AttentionCall`.
+    Returns:
+        Gradients shaped as q, k and v, stored heads last ([b, s, h, d]); then one like the mask, zero at the keys that
+        are not in k, or None where it is not asked for.
     """
     call, mask_grad = _make_call(q, k, mask, seed, *call_args), AttentionCall(*call_args).mask_grad
     if not _flash_fits(q, k, v, call, mask_grad):

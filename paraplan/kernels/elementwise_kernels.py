@@ -34,14 +34,24 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) · up; `activation`: a name in `ACTIVATIONS`."""
+    """act(gate) · up.
+
+    Args:
+        gate, up: of one shape, any.
+        activation: a name in `ACTIVATIONS`.
+    """
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     ACTIVATIONS[activation].value(gate, out)
     return out.mul_(up)
 
 
 def gated_grad(g: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The gradients of `gated` in gate and up."""
+    """The gradients of `gated` in gate and up.
+
+    Args:
+        g: gradient of `gated`'s output.
+        gate, up, activation: as `gated` takes them.
+    """
     d_gate, d_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     ACTIVATIONS[activation].value(gate, d_up)
     d_up.mul_(g)

@@ -130,7 +130,16 @@ def experts_grad(
     e_start: int = 0,
     train: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `experts` in x, weights, w_in and w_out (the last two only where they train)."""
+    """Gradients of `experts` in x, weights, w_in and w_out.
+
+    Args:
+        g: [tokens, n], gradient of `experts`' output.
+        x, ids, weights, w_in, w_out, activation, total, e_start: as `experts` takes them.
+        train: whether w_in and w_out get gradients; None is returned for them otherwise.
+    Returns:
+        Gradients shaped as x, weights, w_in, w_out. Those of x and weights are partial sums where other ranks hold
+        experts.
+    """
     held, parts, width, hidden = w_in.shape
     rows = min(x.shape[0], BLOCK_ROWS)
     gx, gw = x.new_zeros(x.shape), weights.new_zeros(weights.shape)
@@ -166,10 +175,15 @@ def experts_grad(
 
 
 def embedding_tables(w: Tensor, ids: Tensor, v_start: int = 0, rows: int = -1) -> Tensor:
-    """Rows of many tables: y[..., t, :] = w[t, ids[..., t]], w: [t, v, h]; zeros for ids outside this block of rows.
+    """Rows of many tables: y[..., t, :] = w[t, ids[..., t]]; zeros for ids outside this block of rows.
 
+    Args:
+        w: [t, v, h], the tables, or the same block of rows of each.
+        ids: [..., t], row numbers of the whole tables.
+        v_start: number of the block's first row.
+        rows: of each whole table; -1 where w holds all of them.
     Raises:
-        IndexError: an id is outside the whole tables, which have `rows` rows where w is a block of them (not on CUDA).
+        IndexError: an id is outside the whole tables (not on CUDA).
     """
     check_ids(ids, w.shape[1] if rows < 0 else rows, "id")
     local, outside = _table_rows(w.shape[0], w.shape[1], ids, v_start)
@@ -178,7 +192,14 @@ def embedding_tables(w: Tensor, ids: Tensor, v_start: int = 0, rows: int = -1) -
 
 
 def embedding_tables_grad(g: Tensor, ids: Tensor, num_rows: int, v_start: int = 0) -> Tensor:
-    """Sums g: [..., t, h] into [t, num_rows, h] by id; ids outside contribute nothing."""
+    """The gradient of `embedding_tables` in w: sums g into [t, num_rows, h] by id; ids outside contribute nothing.
+
+    Args:
+        g: [..., t, h], gradient of `embedding_tables`' output.
+        ids: [..., t], row numbers of the whole tables.
+        num_rows: rows of each table that are held here.
+        v_start: number of the first of them.
+    """
     tables = ids.shape[-1]
     local, outside = _table_rows(tables, num_rows, ids, v_start)
     kept = g.masked_fill(outside.unsqueeze(-1), 0)

@@ -11,8 +11,13 @@ from paraplan.kernels.torch_private import assert_async
 def check_ids(ids: Tensor, rows: int, what: str, ignore_index: int | None = None) -> None:
     """Refuse ids outside [0, rows) but `ignore_index`; on CUDA nothing is read, for that would wait for the device.
 
+    Args:
+        ids: integers of any shape.
+        rows: how many ids there are.
+        what: an id is called in the message: "id", "label".
+        ignore_index: an id that is let through, in range or not; None for none.
     Raises:
-        IndexError: names `what` and the first such id.
+        IndexError: names `what` and the first such id; under torch.compile a RuntimeError when the compiled code runs.
     """
     if ids.device.type != "cpu":
         return

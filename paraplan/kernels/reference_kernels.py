@@ -130,17 +130,35 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """y[..., n] = x[..., k] · w (+ bias); w: [n, k], or [k, n] when `transposed`."""
+    """y[..., n] = x[..., k] · w (+ bias).
+
+    Args:
+        x: [..., k].
+        w: [n, k], or [k, n] when `transposed`.
+        bias: [n]; None for none.
+        transposed: whether w is stored as [k, n].
+    """
     return F.linear(x, w.t() if transposed else w, bias)
 
 
 def linear_grad_input(g: Tensor, w: Tensor, transposed: bool) -> Tensor:
-    """The gradient of `linear` in x: [..., n] -> [..., k]."""
+    """The gradient of `linear` in x: [..., k].
+
+    Args:
+        g: [..., n], gradient of `linear`'s output.
+        w, transposed: as `linear` takes them.
+    """
     return torch.matmul(g, w.t() if transposed else w)
 
 
 def linear_grad_weight(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """The gradient of `linear` in w, all leading dims contracted."""
+    """The gradient of `linear` in w, all leading dims contracted.
+
+    Args:
+        g: [..., n], gradient of `linear`'s output.
+        x: [..., k], the input.
+        transposed: whether w is stored as [k, n], which the gradient then is too; else it is [n, k].
+    """
     g2, x2 = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     return x2.t() @ g2 if transposed else g2.t() @ x2
 
@@ -196,7 +214,15 @@ def embedding(w: Tensor, ids: Tensor, v_start: int = 0, rows: int = -1) -> Tenso
 
 
 def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, padding_idx: int = -1, v_start: int = 0) -> Tensor:
-    """Sums g: [..., h] into [num_rows, h] by id; ids out of range and `padding_idx` contribute nothing."""
+    """The gradient of `embedding` in w: sums g into [num_rows, h] by id.
+
+    Args:
+        g: [..., h], gradient of `embedding`'s output.
+        ids: [...], row numbers of the whole table; those of rows that are not held here contribute nothing.
+        num_rows: rows held here.
+        padding_idx: the id, of the whole table, that contributes nothing; -1 for none.
+        v_start: number of the first row held here.
+    """
     local = ids - v_start if v_start else ids
     dropped = (local < 0) | (local >= num_rows) | (ids == padding_idx)
     if g.is_cuda or bool(dropped.any()):
@@ -221,7 +247,13 @@ def _columns_here(logits: Tensor, columns: int, v_start: int) -> int:
 
 
 def ce_max(logits: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
-    """m[...] = max over v of logits[..., v]."""
+    """m[...] = max over v of logits[..., v]: float32 at least; -inf where all of a block is padding.
+
+    Args:
+        logits: [..., v], of all classes, or a rank's block of them.
+        columns: classes in all, what the blocks hold beyond them being padding; -1 where nothing is padding.
+        v_start: the class of the block's first column.
+    """
     here, dtype = _columns_here(logits, columns, v_start), accumulate_dtype(logits.dtype)
     if here == 0:
         return torch.full(logits.shape[:-1], float("-inf"), dtype=dtype, device=logits.device)
@@ -229,7 +261,12 @@ def ce_max(logits: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
 
 
 def ce_sumexp(logits: Tensor, m: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
-    """s[...] = sum over v of exp(logits − m)."""
+    """s[...] = sum over v of exp(logits − m), in m's dtype.
+
+    Args:
+        logits, columns, v_start: as `ce_max` takes them.
+        m: [...], maxima over all classes.
+    """
     here = _columns_here(logits, columns, v_start)
     flat, top = logits.reshape(-1, logits.shape[-1]), m.reshape(-1, 1)
     out = torch.empty(flat.shape[0], dtype=m.dtype, device=m.device)
@@ -269,14 +306,31 @@ def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 
 
 
 def ce_loss(m: Tensor, s: Tensor, t: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Sum over valid labels of log(s) + m − t."""
+    """Sum over valid labels of log(s) + m − t: [], in the dtype of m.
+
+    Args:
+        m, s, t: [...], what `ce_max`, `ce_sumexp` and `ce_target` give for all classes.
+        labels: [...], classes.
+        ignore_index: the label of rows that count for nothing.
+    """
     return (s.log() + m - t).masked_fill_(labels == ignore_index, 0).sum()
 
 
 def ce_grad(
     g: Tensor, logits: Tensor, m: Tensor, s: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0
 ) -> Tensor:
-    """g · (softmax − onehot(label)) for valid rows, zeros for ignored ones, whatever g; dtype of the logits."""
+    """The gradient of `ce_loss` in the logits: g · (softmax − onehot(label)), zeros for ignored rows, whatever g.
+
+    Args:
+        g: [], gradient of `ce_loss`' output.
+        logits: [..., v], of all classes, or a rank's block of them.
+        m, s: [...], what `ce_max` and `ce_sumexp` give for all classes.
+        labels: [...], classes.
+        ignore_index: the label of rows that count for nothing.
+        v_start: the class of the block's first column.
+    Returns:
+        A tensor like the logits.
+    """
     flat = logits.reshape(-1, logits.shape[-1])
     top, total = m.reshape(-1, 1), s.reshape(-1, 1)
     local, inside = _local_labels(labels.reshape(-1), ignore_index, v_start, flat.shape[-1])
@@ -295,5 +349,11 @@ def ce_grad(
 
 
 def constant(values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A small tensor written out in the program."""
+    """A small tensor written out in the program.
+
+    Args:
+        values: its elements, row by row.
+        dtype: of the tensor.
+        shape: of as many elements as there are values.
+    """
     return torch.tensor(list(values), dtype=dtype).view(tuple(shape))

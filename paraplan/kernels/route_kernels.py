@@ -57,5 +57,11 @@ def route_here(ids: Tensor, weights: Tensor, n: int, held: int, e_start: int) ->
 
 
 def route_add(x: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Sums rows by token: [row, n] -> [count, n]; rows that nobody sent are zero."""
+    """The sums of rows by the token they are of: [count, n].
+
+    Args:
+        x: [row, n], the rows that came back, in the order of `tokens`; those that nobody sent are zeros.
+        tokens: [row], as `route_plan` gives them.
+        count: tokens there are.
+    """
     return x.new_zeros(count, x.shape[1]).index_add_(0, tokens, x)

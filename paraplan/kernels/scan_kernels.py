@@ -150,6 +150,10 @@ def run_scan(xs: Sequence[Tensor], carries: Sequence[Tensor], constants: Sequenc
 def scan(
     xs: Sequence[Tensor], carries: Sequence[Tensor], constants: Sequence[Tensor], text: str
 ) -> list[Tensor] | Tensor:
-    """`run_scan`; the tensor itself where there is one result."""
+    """`run_scan`; the tensor itself where there is one result.
+
+    Args:
+        xs, carries, constants, text: as `run_scan` takes them.
+    """
     made = run_scan(xs, carries, constants, text)
     return made if len(made) > 1 else made[0]

@@ -81,7 +81,13 @@ COMPILED = frozenset(
 
 
 def call_within(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an op from inside a dispatch mode, so that what a custom op's Python kernel calls passes the mode too."""
+    """Calls an op from inside a dispatch mode, so that what a custom op's Python kernel calls passes the mode too.
+
+    Args:
+        mode: whose `__torch_dispatch__` this is called from.
+        func: what it is to call; ops of the `COMPILED` namespaces are called as they are, for theirs is no Python.
+        args, kwargs: func's.
+    """
     if not isinstance(func, OpOverload) or func.namespace in COMPILED:
         return func(*args, **kwargs)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

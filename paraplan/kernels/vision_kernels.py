@@ -60,12 +60,26 @@ class ConvCall(NamedTuple):
 
 
 def conv(x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    """y[b, n, ...] = x[b, k, ...] * w (+ bias); w: [n, k / groups, ...], or [k, n / groups, ...] when transposed."""
+    """y[b, n, ...] = x[b, k, ...] * w (+ bias).
+
+    Args:
+        x: [b, k, *space].
+        w: [n, k / groups, *window], or [k, n / groups, *window] when transposed.
+        bias: [n]; None for none.
+        rest: of `ConvCall`.
+    """
     return aten.convolution(x.contiguous(), w.contiguous(), bias, *ConvCall(*rest)).contiguous()
 
 
 def conv_grad_input(g: Tensor, w: Tensor, size: Ints, *rest: Any) -> Tensor:
-    """The gradient of `conv` in x: [b, n, ...] -> [b, k, *size]."""
+    """The gradient of `conv` in x: [b, k, *size].
+
+    Args:
+        g: [b, n, ...], gradient of `conv`'s output.
+        w: as `conv` takes it.
+        size: of x's space.
+        rest: of `ConvCall`.
+    """
     call = ConvCall(*rest)
     channels = w.shape[0] if call.transposed else w.shape[1] * call.groups
     x = _shaped(g, (g.shape[0], channels, *size))
@@ -74,7 +88,14 @@ def conv_grad_input(g: Tensor, w: Tensor, size: Ints, *rest: Any) -> Tensor:
 
 
 def conv_grad_weight(g: Tensor, x: Tensor, size: Ints, *rest: Any) -> Tensor:
-    """The gradient of `conv` in w, summed over the batch; `size` is the window's."""
+    """The gradient of `conv` in w, summed over the batch.
+
+    Args:
+        g: [b, n, ...], gradient of `conv`'s output.
+        x: [b, k, *space].
+        size: of the window.
+        rest: of `ConvCall`.
+    """
     call = ConvCall(*rest)
     first, second = (x.shape[1], g.shape[1]) if call.transposed else (g.shape[1], x.shape[1])
     w = _shaped(g, (first, second // call.groups, *size))
@@ -85,7 +106,16 @@ def conv_grad_weight(g: Tensor, x: Tensor, size: Ints, *rest: Any) -> Tensor:
 def max_pool(
     x: Tensor, window: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
 ) -> tuple[Tensor, Tensor]:
-    """Maxima of windows and where each lies in its plane."""
+    """Maxima of windows, and where each lies in its plane.
+
+    Args:
+        x: [..., *plane], a plane of two or three dims.
+        window: sizes, one per dim of the plane.
+        stride, padding, dilation: likewise; padding is on either side.
+        ceil_mode: whether windows count that begin in the plane, or the padding before it, and end outside of both.
+    Returns:
+        Maxima, and int64 places in the flattened plane.
+    """
     function = getattr(aten, f"max_pool{len(window)}d_with_indices").default
     return function(x.contiguous(), window, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
 
@@ -96,7 +126,13 @@ def adaptive_max_pool(x: Tensor, size: Ints) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_grad(g: Tensor, indices: Tensor, size: Ints) -> Tensor:
-    """The gradient of any max pooling: g added into a plane of `size` where the maxima lie."""
+    """The gradient of any max pooling: g added into a plane where the maxima lie.
+
+    Args:
+        g: gradient of the maxima.
+        indices: their places in the flattened plane, shaped as g.
+        size: of the plane.
+    """
     lead = g.shape[: g.dim() - len(size)]
     flat = g.new_zeros((*lead, torch.Size(size).numel()))
     flat.scatter_add_(-1, indices.contiguous().view(*lead, -1), g.contiguous().view(*lead, -1))
@@ -106,7 +142,13 @@ def max_pool_grad(g: Tensor, indices: Tensor, size: Ints) -> Tensor:
 def avg_pool(
     x: Tensor, window: Ints, stride: Ints, padding: Ints, ceil_mode: bool, count_padding: bool, divisor: int | None
 ) -> Tensor:
-    """Means of windows."""
+    """Means of windows.
+
+    Args:
+        x, window, stride, padding, ceil_mode: as `max_pool` takes them.
+        count_padding: whether padding counts among the elements that a window's sum is divided by.
+        divisor: what it is divided by instead of their number; None for the number.
+    """
     function = getattr(aten, f"avg_pool{len(window)}d").default
     return function(x.contiguous(), window, stride, padding, ceil_mode, count_padding, divisor)  # type: ignore[no-any-return]
 
@@ -121,7 +163,13 @@ def avg_pool_grad(
     count_padding: bool,
     divisor: int | None,
 ) -> Tensor:
-    """The gradient of `avg_pool` in x: [..., *size]."""
+    """The gradient of `avg_pool` in x: [..., *size].
+
+    Args:
+        g: gradient of `avg_pool`'s output.
+        size: of x's plane.
+        window, stride, padding, ceil_mode, count_padding, divisor: as `avg_pool` takes them.
+    """
     x = _shaped(g, (*g.shape[: g.dim() - len(size)], *size))
     function = getattr(aten, f"avg_pool{len(window)}d_backward").default
     return function(g.contiguous(), x, window, stride, padding, ceil_mode, count_padding, divisor)  # type: ignore[no-any-return]
@@ -139,12 +187,25 @@ def adaptive_avg_pool_grad(g: Tensor, size: Ints) -> Tensor:
 
 
 def upsample(x: Tensor, how: str, size: Ints, rest: Sequence[object]) -> Tensor:
-    """Planes resized to `size`; `how` is torch's op, `rest` its further arguments."""
+    """Planes resized.
+
+    Args:
+        x: [b, channels, *space].
+        how: the name of torch's op, "upsample_bilinear2d".
+        size: of the result's space.
+        rest: the op's further arguments: `align_corners` where it has that, then a scale or None per dim of the space.
+    """
     return getattr(aten, how).default(x.contiguous(), size, *rest)  # type: ignore[no-any-return]
 
 
 def upsample_grad(g: Tensor, how: str, size: Ints, given: Ints, rest: Sequence[object]) -> Tensor:
-    """The gradient of `upsample` in x, whose planes have size `given`."""
+    """The gradient of `upsample` in x: [b, channels, *given].
+
+    Args:
+        g: [b, channels, *size], gradient of `upsample`'s output.
+        how, size, rest: as `upsample` takes them.
+        given: the size of x's space.
+    """
     shape = (*g.shape[: g.dim() - len(given)], *given)
     return getattr(aten, f"{how}_backward").default(g.contiguous(), size, shape, *rest)  # type: ignore[no-any-return]
 
@@ -175,17 +236,37 @@ def bn_squares(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def bn_rstd(squares: Tensor, count: int, eps: float) -> Tensor:
-    """1 / sqrt(squares / count + eps)."""
+    """1 / sqrt(squares / count + eps), in float32 at least.
+
+    Args:
+        squares: [c], sums of centred squares over all samples and space; a variance where count is 1.
+        count: samples times space, over all ranks.
+        eps: added to the variance.
+    """
     return squares.to(_statistics_dtype(squares.dtype)).div(count).add_(eps).rsqrt_()
 
 
 def bn_running(running: Tensor, total: Tensor, momentum: float, scale: float) -> Tensor:
-    """(1 − momentum) · running + momentum · scale · total, in running's dtype."""
+    """(1 − momentum) · running + momentum · scale · total, in running's dtype.
+
+    Args:
+        running: [c], a running mean or variance before the step.
+        total: [c], the step's sum, or sum of centred squares, over all samples and space.
+        momentum: the share of the step's own.
+        scale: what makes a mean or a variance of `total`: 1 / count, 1 / (count − 1).
+    """
     return (running * (1.0 - momentum)).add_(total.to(running.dtype), alpha=momentum * scale)
 
 
 def bn_apply(x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x − mean) · rstd · w + bias, channel by channel."""
+    """(x − mean) · rstd · w + bias, channel by channel, in x's dtype.
+
+    Args:
+        x: [b, c, *space].
+        mean: [c]; None for zeros.
+        rstd: [c], reciprocal deviations.
+        w, bias: [c]; None for ones and for zeros.
+    """
     scale = _per_channel(rstd if w is None else rstd * w, x)
     wide = _wide(x)
     out = wide * scale if mean is None else (wide - _per_channel(mean, x)).mul_(scale)
@@ -196,7 +277,13 @@ def bn_apply(x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor | None, bia
 
 
 def bn_grad_affine(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of g · (x − mean) · rstd, sum of g) over samples and space."""
+    """(sum of g · (x − mean) · rstd, sum of g) over samples and space: [c] each, in float32 at least.
+
+    Args:
+        g: [b, c, *space], gradient of the norm's output.
+        x: [b, c, *space], its input.
+        mean, rstd: [c], the statistics of the whole batch.
+    """
     mean = mean.to(rstd.dtype)
     given = (_wide(g), _wide(x), None, mean, torch.ones_like(mean), None, None, False, 0.0, [False, True, True])
     _, dw, db = aten.native_batch_norm_backward.default(*given)
@@ -206,7 +293,14 @@ def bn_grad_affine(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Te
 def bn_grad_input(
     g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, dw: Tensor, db: Tensor, count: int
 ) -> Tensor:
-    """rstd · w · (g − db / count − (x − mean) · rstd · dw / count), dw and db being whole sums of `bn_grad_affine`."""
+    """The gradient in x: rstd · w · (g − db / count − (x − mean) · rstd · dw / count), in x's dtype.
+
+    Args:
+        g, x, mean, rstd: as `bn_grad_affine` takes them.
+        w: [c]; None for ones.
+        dw, db: [c], the sums of `bn_grad_affine` over the whole batch.
+        count: samples times space, over all ranks.
+    """
     scale = rstd if w is None else rstd * w
     out = (_wide(x) - _per_channel(mean, x)).mul_(_per_channel(dw * rstd * scale / -count, x))
     out.addcmul_(g.to(out.dtype), _per_channel(scale, x)).sub_(_per_channel(db * scale / count, x))
@@ -224,9 +318,20 @@ def bn_whole(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Batch norm of all samples: `bn_apply`, plus `added`, through a relu; mean and rstd; running statistics after it.
+    """Batch norm of all samples: `bn_apply`, plus `added`, through a relu.
 
     The parts one after another: with the same bits.
+
+    Args:
+        x: [b, c, *space].
+        w, bias: [c]; None for ones and for zeros.
+        running_mean, running_var: [c], before the step; None where none are kept.
+        added: like x; None for nothing.
+        momentum: the share of the step's own in running statistics.
+        eps: added to the variance.
+        relu: whether the result goes through one.
+    Returns:
+        The result, mean and rstd [c], and the running mean and variance after the step, None where none are kept.
     """
     count = x.numel() // max(x.shape[1], 1)
     total = x.sum(_over_samples(x), dtype=_statistics_dtype(x.dtype))
@@ -256,7 +361,7 @@ def bn_whole_grad(
     Args:
         g: the gradient, in y where the result went through a relu.
         x, mean, rstd, w: of the norm.
-        y: that relu's result.
+        y: that relu's result; None where there is no relu.
         dtype: of the gradients of weight and bias.
         masks: whether the gradient before the relu is wanted too.
     """

@@ -402,6 +402,27 @@ def test_random_numbers_are_the_same_on_any_mesh(seed: int) -> None:
     assert [entry.key for entry in trainer.entries(0)] == predicted
 
 
+@pytest.mark.parametrize(
+    ("draw", "mean", "within"),
+    [
+        (lambda: torch.randint(2**30, 2**30 + 10, (64, 64)) - 2**30, 4.5, 0.3),
+        (lambda: torch.randint(-(2**30), 10 - 2**30, (64, 64)) + 2**30, 4.5, 0.3),
+        (lambda: torch.randint(2**24, 2**24 + 4, (64, 64)) % 2, 0.5, 0.05),
+        (lambda: torch.randint(-10, 110, (64, 64), dtype=torch.int8), 49.5, 3.0),
+        (lambda: torch.empty(64, 64, dtype=torch.bool).bernoulli_(0.3), 0.3, 0.05),
+        (lambda: torch.empty(64, 64, dtype=torch.int64).bernoulli_(0.3), 0.3, 0.05),
+    ],
+    ids=["high", "low", "beyond floats", "int8", "bool", "int64"],
+)
+def test_whole_numbers_are_drawn_as_they_are(draw: Callable[[], Tensor], mean: float, within: float) -> None:
+    model = Written(lambda x: (0 * x + draw().float().mean()).sqrt())
+    model.second = nn.Identity()
+    batch = {"x": X["x"].float()}
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    loss, _, _ = run_step(capture(model, batch), params, {}, batch, 0)
+    assert float(loss) == pytest.approx(mean, abs=within)
+
+
 def test_uniform_numbers() -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.empty(1000, 1000, dtype=dtype)

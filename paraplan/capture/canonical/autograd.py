@@ -148,12 +148,20 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """`paraplan.linear`, differentiable."""
+    """`paraplan.linear`, differentiable.
+
+    Args:
+        x, w, bias, transposed: as `kernels.reference_kernels.linear` takes them.
+    """
     return _Linear.apply(x, w, bias, transposed)
 
 
 def batched_product(a: Tensor, b: Tensor, added: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """`paraplan.batched_product`, differentiable."""
+    """`paraplan.batched_product`, differentiable.
+
+    Args:
+        a, b, added, beta, alpha: as `kernels.reference_kernels.batched_product` takes them, strides being any.
+    """
     return _BatchedProduct.apply(added, a, b, beta, alpha)
 
 
@@ -163,22 +171,49 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def embedding(w: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
-    """`paraplan.embedding`, differentiable."""
+    """`paraplan.embedding` of a whole table, differentiable.
+
+    Args:
+        w: [v, h].
+        ids: [...], row numbers.
+        padding_idx: the id whose row gets no gradient; -1 for none.
+    """
     return _Embedding.apply(w, ids, padding_idx)
 
 
 def dropout(x: Tensor, p: float, *, seed: Tensor, slot: int) -> Tensor:
-    """`paraplan.dropout`, differentiable."""
+    """`paraplan.dropout` of a whole tensor, differentiable.
+
+    Args:
+        x: any shape.
+        p: probability of dropping.
+        seed, slot: of the segment that runs it; see `kernels.random_kernels.dropout`.
+    """
     return _Dropout.apply(x, seed, p, slot)
 
 
 def uniform(x: Tensor, *, seed: Tensor, slot: int) -> Tensor:
-    """`paraplan.uniform`: numbers in (0, 1) of x's shape and dtype."""
+    """`paraplan.uniform`: numbers in (0, 1) of x's shape and dtype.
+
+    Args:
+        x: float32 or float64; its values are not read.
+        seed, slot: as `dropout` takes them.
+    """
     return ops.uniform(x, seed, slot, list(x.shape), [0] * x.dim())
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """`paraplan.attention` without dropout, differentiable."""
+    """`paraplan.attention` without dropout, differentiable.
+
+    Args:
+        q: [b, h, s, d].
+        k, v: [b, g, t, d] and [b, g, t, e], h a multiple of g.
+        mask: bool (True attends) or float (added), broadcastable to [b, h, s, t] with 4 dims; None for none.
+        causal: whether query i attends to keys 0..i alone.
+        scale: factor on q kᵀ.
+    Returns:
+        [b, h, s, e], stored [b, s, h, e].
+    """
     return _Attention.apply(q, k, v, mask, None, 0.0, 0, causal, scale)
 
 
@@ -194,17 +229,33 @@ def attention_dropout(
     seed: Tensor,
     slot: int,
 ) -> Tensor:
-    """`paraplan.attention` with dropout on the probabilities, differentiable."""
+    """`paraplan.attention` with dropout on the probabilities, differentiable.
+
+    Args:
+        q, k, v, mask, causal, scale: as `attention` takes them.
+        p: probability of dropping.
+        seed, slot: as `dropout` takes them.
+    """
     return _Attention.apply(q, k, v, mask, seed, p, slot, causal, scale)
 
 
 def rms_norm(x: Tensor, dims: int, w: Tensor | None, eps: float) -> Tensor:
-    """`paraplan.rms_norm`, differentiable."""
+    """`paraplan.rms_norm`, differentiable; the result alone.
+
+    Args:
+        x, dims, w, eps: as `kernels.norm_kernels.rms_norm` takes them.
+    """
     return _RMSNorm.apply(x, dims, w, eps)
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Sum of the cross-entropies of valid labels, differentiable; logits [..., v], labels [...]."""
+    """Sum of the cross-entropies of valid labels, differentiable: [], float32 at least.
+
+    Args:
+        logits: [..., v].
+        labels: [...], classes.
+        ignore_index: the label of rows that count for nothing.
+    """
     return _CrossEntropy.apply(logits, labels, ignore_index)
 
 

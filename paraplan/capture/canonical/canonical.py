@@ -19,7 +19,14 @@ _RANDOM = "float p, int slot, bool causal, float scale, int[] global_heads_batch
 
 
 def define(schema: str, kernel: Callable[..., object], shape: Callable[..., object]) -> None:
-    """Registers `paraplan::<name>`: what it computes, and its results' shapes for tracing."""
+    """Registers `paraplan::<name>`: what it computes, and its results' shapes for tracing.
+
+    Args:
+        schema: of torch.library: "gated(Tensor gate, Tensor up, str activation) -> Tensor".
+        kernel: computes it, on the CPU and on CUDA.
+        shape: takes the same arguments, fake tensors among them, and gives empty results of the kernel's shapes, dtypes
+            and strides.
+    """
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):

@@ -71,10 +71,18 @@ class _Gated(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`paraplan.rotary`, differentiable."""
+    """`paraplan.rotary`, differentiable.
+
+    Args:
+        x, cos, sin: as `kernels.elementwise_kernels.rotary` takes them.
+    """
     return _Rotary.apply(x, cos, sin)
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`paraplan.gated`, differentiable."""
+    """`paraplan.gated`, differentiable.
+
+    Args:
+        gate, up, activation: as `kernels.elementwise_kernels.gated` takes them.
+    """
     return _Gated.apply(gate, up, activation)

@@ -99,7 +99,11 @@ class _EmbeddingTables(torch.autograd.Function):
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: str, total: int
 ) -> Tensor:
-    """`paraplan.experts`, differentiable."""
+    """`paraplan.experts` of all experts, differentiable.
+
+    Args:
+        x, ids, weights, w_in, w_out, activation, total: as `kernels.expert_kernels.experts` takes them.
+    """
     return _Experts.apply(x, ids, weights, w_in, w_out, activation, total)
 
 

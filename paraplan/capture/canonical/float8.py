@@ -88,7 +88,15 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def float8_linear(x: Tensor, w: Tensor, transposed: bool) -> Tensor:
-    """y = x · w with both operands cast to float8, differentiable; bfloat16 in and out."""
+    """y[..., n] = x[..., k] · w with both operands cast to float8, differentiable.
+
+    Args:
+        x: [..., k], bfloat16.
+        w: [n, k], or [k, n] when `transposed`, bfloat16.
+        transposed: whether w is stored as [k, n].
+    Returns:
+        bfloat16 [..., n].
+    """
     return _Float8Linear.apply(x, w, transposed)  # type: ignore[no-any-return,no-untyped-call]
 
 

@@ -101,7 +101,14 @@ def _sourced(
 
 
 def scan(xs: Sequence[Tensor], carries: Sequence[Tensor], constants: Sequence[Tensor], step: str) -> tuple[Tensor, ...]:
-    """`paraplan.scan` over one step's text, differentiable: carries as they end, then stacked results."""
+    """`paraplan.scan` over one step's text, differentiable: carries as they end, then stacked results.
+
+    Args:
+        xs: per-step inputs, each [steps, ...].
+        carries: the carried values as they begin.
+        constants: the same in every step.
+        step: a step's joint graph, as `ir.model.scan_gradient.parse_step` reads it.
+    """
     return _Scan.apply(step, *xs, *carries, *constants)
 
 

@@ -191,6 +191,8 @@ def arguments(
     """What a model is called with, of inputs as `name_inputs` named them: args and kwargs.
 
     Args:
+        model: whose forward says which names it takes.
+        tensors, others: the inputs by name; those that are no tensors are `others`.
         positional: whether they are given in order.
         for_loss: whether what forward does not take is left out, being the loss function's (labels).
     Raises:

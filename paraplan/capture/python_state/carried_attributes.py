@@ -77,6 +77,10 @@ forward changed."""
 def refuse_carried(changes: Sequence[Changed], graph: str, again: Export) -> None:
     """Refuse what is carried from step to step and may matter; warn of the rest that forward changes.
 
+    Args:
+        changes: what one export's forward read and then changed.
+        graph: the text of the graph it made.
+        again: exports once more; called with values for some of the changes, by index.
     Raises:
         CaptureError: names attribute, line and way out.
     """

@@ -117,6 +117,10 @@ def attributes_set(models: Iterable[nn.Module], values: Mapping[str, object]) ->
 def with_attributes(program: Program, model: nn.Module | None, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """A batch with the model's declared attributes as they are now.
 
+    Args:
+        program: says which of its inputs are attributes.
+        model: whose attributes they are; None where it is gone.
+        batch: tensors by name. Where nothing is declared, or it is no mapping, it is returned as it is.
     Raises:
         PlanMismatchError: the model is gone, or an attribute is no longer what was captured.
     """
@@ -127,8 +131,12 @@ def with_attributes(program: Program, model: nn.Module | None, batch: Mapping[st
 
 
 def attribute_now(model: nn.Module | None, path: str, spec: TensorSpec) -> Tensor:
-    """A declared attribute's value.
+    """A declared attribute's value, in the dtype of the program's input.
 
+    Args:
+        model: None where it is gone.
+        path: from the model, "encoder.tau".
+        spec: of the program's input.
     Raises:
         PlanMismatchError: it is not there, or of another kind or shape.
     """

@@ -105,7 +105,13 @@ class Reading:
             yield
 
     def reads(self, loss_fn: object, others: Mapping[str, object], choice: object) -> Reads:
-        """All of it; `others` are arguments that are no tensors, `choice` which loss is trained on."""
+        """All of it.
+
+        Args:
+            loss_fn: None where the model returns its loss.
+            others: arguments of forward that are no tensors, by name.
+            choice: which loss is trained on (`outputs.LossChoice`); None for the only one.
+        """
         model = self.models[-1]
         names = names_of(model)
         found, outside = self.recorder.reads(names), self.recorder.outside()
@@ -140,8 +146,12 @@ class Reading:
         return [x.detach() for _, now in self._left for x in tensors_in(now)]
 
     def settle(self, graph: fx.Graph, names: Mapping[fx.Node, str], first: int) -> None:
-        """Takes the results of `left` from a graph's outputs, the first of them being number `first`.
+        """Takes the results of `left` out of a graph's outputs, and adds what forward changed to `changes`.
 
+        Args:
+            graph: what was exported; its output node is changed.
+            names: of its placeholders, as in `export.Exported`.
+            first: number of the first of these results among the outputs.
         Raises:
             CaptureError: forward changed a global.
         """
@@ -167,8 +177,14 @@ class Reading:
 
 @contextmanager
 def values_set(memo: Mapping[int, Any], changes: Sequence[Changed], values: Mapping[int, object]) -> Iterator[None]:
-    """Under it, attributes of a copy have other values, by the index of the change that names them; what was not copied
-    (objects of the loss function) gets its own back."""
+    """Under it, attributes of a copy have other values; what was not copied (objects of the loss function) gets its own
+    back.
+
+    Args:
+        memo: `copy.deepcopy`'s, of the copy: copies by the id of what they are of.
+        changes: name attributes of the caller's own objects.
+        values: by the index of a change.
+    """
     undo: list[tuple[Any, str, tuple[Any, ...], object]] = []
     try:
         for index, value in values.items():

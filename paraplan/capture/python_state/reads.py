@@ -168,7 +168,13 @@ class Recorder:
             self._undo.append(_set(cls, name, new))
 
     def note(self, owner: Any, name: str, value: object) -> None:
-        """An attribute is read."""
+        """An attribute is read; noted the first time, unless it is declared dynamic.
+
+        Args:
+            owner: the object it is read from, of the copy or the caller's.
+            name: of the attribute.
+            value: what it gave.
+        """
         if (id(owner), name, ()) in self._seen or (id(owner), name) in self.declared:
             return
         self.active = False
@@ -345,6 +351,13 @@ def settings_of(
     """Reads as a program keeps them, of equal modules with equal values one; and those that no key leads to.
 
     A pattern stands for modules of which each that has the attribute was read: another value elsewhere is nobody's.
+
+    Args:
+        model: the caller's own.
+        reads: what was read of it, of the loss function and of objects they hold.
+        outside: globals and closures that were read; those with a key become settings.
+    Returns:
+        Texts of values by key (`setting_keys`), sorted; the reads that no key leads to.
     """
     names = names_of(model)
     texts = {each.place: text_of(each.value(names)) for each in reads if each.place is not None}

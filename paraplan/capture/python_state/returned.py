@@ -52,6 +52,11 @@ def returned_by(
 ) -> Returned:
     """What stands around the loss in what the model returns; nothing where several scalars make the loss.
 
+    Args:
+        model: is not modified.
+        example_inputs: of forward: by name, or in order.
+        precision: as capture takes it ("fp32", "bf16", ...).
+        loss: which of the returned tensors is the loss; None for the one that capture would take.
     Raises:
         CaptureError: the model fails on inputs like these; names the user's line.
     """

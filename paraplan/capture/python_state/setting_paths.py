@@ -104,7 +104,13 @@ def _walk(owner: Any, steps: list[Any]) -> tuple[tuple[Any, str, tuple[Any, ...]
 
 
 def value_at(owner: object, name: str, item: tuple[Any, ...] = ()) -> object:
-    """An attribute, or an item of it; `ABSENT` where it is not there."""
+    """An attribute, or an item of it; `ABSENT` where it is not there.
+
+    Args:
+        owner: the object that has it.
+        name: of the attribute.
+        item: a one-tuple with a key or an index into it; () for the attribute itself.
+    """
     try:
         found = getattr(owner, name)
         return found[item[0]] if item else found
@@ -113,7 +119,12 @@ def value_at(owner: object, name: str, item: tuple[Any, ...] = ()) -> object:
 
 
 def set_at(owner: Any, name: str, item: tuple[Any, ...], value: object) -> None:
-    """Set an attribute, or an item of it; nothing is set to `ABSENT`."""
+    """Set an attribute, or an item of it.
+
+    Args:
+        owner, name, item: as `value_at` takes them.
+        value: where it is `ABSENT`, nothing is set.
+    """
     if value is ABSENT:
         return
     if item:
@@ -125,6 +136,8 @@ def set_at(owner: Any, name: str, item: tuple[Any, ...], value: object) -> None:
 def put_at(owner: Any, name: str, item: tuple[Any, ...], value: object) -> None:
     """Set an attribute, or an item of it, to a value that its class might refuse (a field whose type is checked).
 
+    Args:
+        owner, name, item, value: as `set_at` takes them.
     Raises:
         CaptureError: it is another value that is read then.
     """
@@ -157,7 +170,12 @@ def outside_value(each: Outside) -> object:
 
 
 def where_of(owner: object, name: str, item: tuple[Any, ...], place: tuple[str, str] | None) -> str:
-    """What messages call an attribute: "tau of Encoder 'layers.0'"."""
+    """What messages call an attribute: "tau of Encoder 'layers.0'".
+
+    Args:
+        owner, name, item: as `value_at` takes them.
+        place: name of the module it is reached from, and the path from there; None where it is not of the model.
+    """
     shown = name + "".join(f"[{each!r}]" for each in item)
     if place is None:
         return f"{shown} of {type(owner).__name__}"

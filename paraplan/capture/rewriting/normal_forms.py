@@ -40,7 +40,15 @@ def _same(writer: OpCollector, node: fx.Node) -> Names:
 
 
 def view_to(writer: OpCollector, name: str, shape: Sequence[int]) -> str:
-    """A view of a value; views of views collapse, idle ones vanish."""
+    """A view of a value; views of views collapse, idle ones vanish.
+
+    Args:
+        writer: collects the op, if one is needed.
+        name: of the value.
+        shape: of the view, all sizes given.
+    Returns:
+        The name of the value that has this shape.
+    """
     spec = writer.values[name]
     maker = writer.maker(name)
     while maker is not None and maker.target == "aten.view.default":

@@ -19,7 +19,14 @@ class Rewriter:
     def call(
         self, before: fx.Node, target: Callable[..., object], *args: object, val: Tensor | None = None, **kwargs: object
     ) -> fx.Node:
-        """A new call placed before `before`; `val` is its result where it cannot be run (random functions)."""
+        """A new call, with its fake result and the source line of the node it stands before.
+
+        Args:
+            before: the node it is placed before.
+            target: what is called.
+            args, kwargs: its arguments; nodes stand for their results.
+            val: its fake result, where it cannot be run (random functions want a seed); None to run it.
+        """
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = {key: before.meta[key] for key in ("stack_trace",) if key in before.meta}

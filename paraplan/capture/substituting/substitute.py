@@ -41,8 +41,13 @@ def arguments(node: fx.Node) -> dict[str, object]:
 def substitute(graph: fx.Graph, rewriter: Rewriter, precision: str) -> None:
     """Puts canonical ops in.
 
+    Args:
+        graph: the forward; is changed.
+        rewriter: of that graph.
+        precision: what was asked of capture, which messages about dtypes name.
     Raises:
-        CaptureError: an op draws random numbers in a way that cannot be split over devices.
+        CaptureError: an op draws random numbers in a way that cannot be split over devices, multiplies different
+            dtypes, drops with a probability outside of [0, 1], or reads a mask of native_dropout.
     """
     recognise_depth(rewriter, graph)
     recognise(rewriter, graph)

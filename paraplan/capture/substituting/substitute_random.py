@@ -39,7 +39,7 @@ def check_probability(node: fx.Node, p: float) -> None:
         raise CaptureError(f"{line}: dropout's probability is {p}; give one from 0 to 1")
 
 
-def _uniform(rewriter: Rewriter, node: fx.Node) -> fx.Node:
+def _unit(rewriter: Rewriter, node: fx.Node) -> fx.Node:
     """Numbers in (0, 1) of the node's shape, in float32 at least."""
     wanted, like = value_of(node), node.args[0] if node.args else None
     dtype = torch.float64 if wanted.dtype == torch.float64 else torch.float32
@@ -69,39 +69,42 @@ def _moved(rewriter: Rewriter, node: fx.Node, x: fx.Node, scale: object, shift: 
     return x
 
 
-def uniform(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
+def _uniform(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
     """rand, rand_like, uniform."""
     low, high = float(found.get("from", 0.0)), float(found.get("to", 1.0))  # type: ignore[arg-type]
-    made = _cast(rewriter, node, _moved(rewriter, node, _uniform(rewriter, node), high - low, low))
+    made = _cast(rewriter, node, _moved(rewriter, node, _unit(rewriter, node), high - low, low))
     most = _BELOW_ONE.get(value_of(node).dtype)
     if most is None or (low, high) != (0.0, 1.0):
         return made
     return rewriter.call(node, aten.clamp.default, made, None, most)
 
 
-def normal(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
+def _normal(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
     """randn, randn_like, normal: √2 · erf⁻¹(2u − 1)."""
-    centred = _moved(rewriter, node, _uniform(rewriter, node), 2.0, -1.0)
+    centred = _moved(rewriter, node, _unit(rewriter, node), 2.0, -1.0)
     made = rewriter.call(node, aten.mul.Tensor, rewriter.call(node, aten.erfinv.default, centred), math.sqrt(2.0))
     return _moved(rewriter, node, _cast(rewriter, node, made), found.get("std", 1.0), found.get("mean", 0.0))
 
 
-def exponential(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
+def _exponential(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
     """−log(u) / λ."""
-    made = rewriter.call(node, aten.log.default, _uniform(rewriter, node))
+    made = rewriter.call(node, aten.log.default, _unit(rewriter, node))
     return _cast(rewriter, node, _moved(rewriter, node, made, -1.0 / float(found["lambd"]), 0.0))  # type: ignore[arg-type]
 
 
-def integer(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _integer(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """randint and randint_like, in float32 where the range is below 2^23: ⌊low + (high − low) · u⌋."""
     low, high = found.get("low", 0), found["high"]
     if isinstance(low, fx.Node) or isinstance(high, fx.Node) or int(high) - int(low) >= 1 << 23:  # type: ignore[call-overload]
         return None
-    made = _moved(rewriter, node, _uniform(rewriter, node), float(int(high) - int(low)), 0.0)  # type: ignore[call-overload]
-    return _cast(rewriter, node, _moved(rewriter, node, rewriter.call(node, aten.floor.default, made), 1, low))
+    made = _moved(rewriter, node, _unit(rewriter, node), float(int(high) - int(low)), 0.0)  # type: ignore[call-overload]
+    made = rewriter.call(node, aten.floor.default, made)
+    if max(abs(int(low)), abs(int(high))) > 1 << 24:  # type: ignore[call-overload]  # floats would round the sum
+        made = rewriter.call(node, aten._to_copy.default, made, dtype=torch.int64)
+    return _cast(rewriter, node, _moved(rewriter, node, made, 1, low))
 
 
-def permutation(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
+def _permutation(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
     """randperm: the order of uniform numbers."""
     with rewriter.mode:
         value = torch.empty(value_of(node).shape, dtype=torch.float32)
@@ -111,12 +114,12 @@ def permutation(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
     return _cast(rewriter, node, rewriter.call(node, operator.getitem, pair, 1))
 
 
-def leaky(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
+def _leaky(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
     """rrelu in training: a slope of its own, drawn between two bounds, for every negative element."""
     x, low, high = found["self"], float(found["lower"]), float(found["upper"])  # type: ignore[arg-type]
     if not found["training"]:
         return rewriter.call(node, aten.leaky_relu.default, x, (low + high) / 2)
-    slope = _cast(rewriter, node, _moved(rewriter, node, _uniform(rewriter, node), high - low, low))
+    slope = _cast(rewriter, node, _moved(rewriter, node, _unit(rewriter, node), high - low, low))
     steep = rewriter.call(node, aten.mul.Tensor, x, slope)
     return rewriter.call(node, aten.where.self, rewriter.call(node, aten.gt.Scalar, x, 0), x, steep)
 
@@ -131,12 +134,14 @@ def _kept(rewriter: Rewriter, node: fx.Node, p: float, like: Tensor) -> fx.Node:
     return rewriter.call(node, autograd.dropout, whole, 1.0 - p, val=value)
 
 
-def bernoulli(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
+def _bernoulli(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
     """Of one probability, or of a tensor of them: 1 where u < p."""
     p = found.get("p", node.args[0])
-    if not isinstance(p, fx.Node):
-        return _kept(rewriter, node, float(p), value_of(node))  # type: ignore[arg-type]
-    return _cast(rewriter, node, rewriter.call(node, aten.lt.Tensor, _uniform(rewriter, node), p))
+    if isinstance(p, fx.Node):
+        return _cast(rewriter, node, rewriter.call(node, aten.lt.Tensor, _unit(rewriter, node), p))
+    if not value_of(node).is_floating_point():  # has no mean
+        return _cast(rewriter, node, rewriter.call(node, aten.lt.Scalar, _unit(rewriter, node), float(p)))  # type: ignore[arg-type]
+    return _kept(rewriter, node, float(p), value_of(node))  # type: ignore[arg-type]
 
 
 def _floored(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -161,11 +166,11 @@ def recognise_depth(rewriter: Rewriter, graph: fx.Graph) -> None:
 
 
 RANDOM_RULES: dict[str, Draw] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform"), uniform),
-    **dict.fromkeys(("randn", "randn_like", "normal", "normal_functional"), normal),
-    "exponential": exponential,
-    "randperm": permutation,
-    "rrelu": leaky,
-    "bernoulli": bernoulli,
-    **dict.fromkeys(("randint", "randint_like"), integer),
+    **dict.fromkeys(("rand", "rand_like", "uniform"), _uniform),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_functional"), _normal),
+    "exponential": _exponential,
+    "randperm": _permutation,
+    "rrelu": _leaky,
+    "bernoulli": _bernoulli,
+    **dict.fromkeys(("randint", "randint_like"), _integer),
 }

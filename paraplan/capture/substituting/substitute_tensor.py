@@ -39,7 +39,7 @@ def _is_plain(x: object) -> bool:
     return isinstance(x, fx.Node) and value_of(x).is_floating_point() and value_of(x).dim() > 0
 
 
-def variance(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _variance(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """var and std; of (var, mean) and (std, mean) each result by itself."""
     x = found["self"]
     if not _is_plain(x):
@@ -61,7 +61,7 @@ def variance(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     return None
 
 
-def vector_norm(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _vector_norm(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """linalg_vector_norm and norm of order 1, 2 or infinity."""
     x = found["self"]
     given = found.get("ord", found.get("p"))
@@ -74,7 +74,7 @@ def vector_norm(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | No
     )
 
 
-def log_sum_exp(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _log_sum_exp(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """logsumexp."""
     x = found["self"]
     if not _is_plain(x):
@@ -88,7 +88,7 @@ def log_sum_exp(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | No
     )
 
 
-def tables(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _tables(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """w[arange(t), ids] of a parameter [t, v, h]: one read from each of t tables."""
     x, indices = node.args[0], list(found["indices"])  # type: ignore[call-overload]
     if not isinstance(x, fx.Node) or value_of(x).dim() != 3 or len(indices) != 2 or None in indices:
@@ -102,7 +102,7 @@ def tables(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     return rewriter.call(node, experts.embedding_tables, x, ids)
 
 
-def embedding_bag(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _embedding_bag(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """Bags of one length each: rows [bag, id, column] summed, averaged or their largest taken over ids, but padding."""
     ids, offsets, mode = found["indices"], found["offsets"], found["mode"]
     count = value_of(offsets).shape[0]  # type: ignore[arg-type]
@@ -168,12 +168,12 @@ def _range_of(node: fx.Node) -> tuple[int, int, int] | None:
     return start, end, step  # type: ignore[return-value]
 
 
-def mixture(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _mixture(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """The experts' forward that capture put into the model (see `hf`)."""
     return rewriter.call(node, experts.experts, *node.args[:7])
 
 
-def masked_write(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _masked_write(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """x[mask] = value, of one element, is a choice element by element."""
     x, indices, values = found["self"], found["indices"], found["values"]
     assert isinstance(x, fx.Node) and isinstance(indices, (list, tuple)) and isinstance(values, fx.Node)
@@ -190,7 +190,7 @@ def masked_write(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | N
     return rewriter.call(node, aten.where.self, mask, values, x)
 
 
-def complex_write(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
+def _complex_write(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node | None:
     """x[..., a:b] = y and x[i] = y of complex numbers, whose scatters torch does not differentiate: pieces joined."""
     x, source = found["self"], found["src"]
     assert isinstance(x, fx.Node) and isinstance(source, fx.Node)
@@ -250,12 +250,12 @@ def is_piece(node: fx.Node) -> bool:
 
 
 TENSOR_RULES = {
-    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
-    **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
-    "logsumexp": log_sum_exp,
-    "index": tables,
-    **dict.fromkeys(("slice_scatter", "select_scatter"), complex_write),
-    **dict.fromkeys(("index_put", "_unsafe_index_put"), masked_write),
-    **dict.fromkeys(("embedding_bag", "_embedding_bag"), embedding_bag),
-    "paraplan.experts": mixture,
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _variance),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
+    "logsumexp": _log_sum_exp,
+    "index": _tables,
+    **dict.fromkeys(("slice_scatter", "select_scatter"), _complex_write),
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), _masked_write),
+    **dict.fromkeys(("embedding_bag", "_embedding_bag"), _embedding_bag),
+    "paraplan.experts": _mixture,
 }

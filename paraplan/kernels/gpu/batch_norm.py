@@ -193,13 +193,13 @@ def bn_squares(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def bn_grad_affine(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of g · (x − mean) · rstd, sum of g) over samples and space."""
+    """As `kernels.vision_kernels.bn_grad_affine`."""
     dw, db = _reduced(row_major(x), row_major(g), row_major(mean), row_major(rstd))
     return dw, db
 
 
 def bn_rstd(squares: Tensor, count: int, eps: float) -> Tensor:
-    """1 / sqrt(squares / count + eps)."""
+    """As `kernels.vision_kernels.bn_rstd`."""
     squares = row_major(squares)
     out = torch.empty(squares.shape, dtype=_statistics(squares), device=squares.device)
     args = squares, out, out.numel(), float(count), eps, BLOCK
@@ -208,7 +208,7 @@ def bn_rstd(squares: Tensor, count: int, eps: float) -> Tensor:
 
 
 def bn_running(running: Tensor, total: Tensor, momentum: float, scale: float) -> Tensor:
-    """(1 − momentum) · running + momentum · scale · total, in running's dtype."""
+    """As `kernels.vision_kernels.bn_running`."""
     running, total = row_major(running), row_major(total)
     out = torch.empty_like(running)
     args = running, total, out, out.numel(), 1.0 - momentum, momentum * scale, BLOCK
@@ -217,7 +217,7 @@ def bn_running(running: Tensor, total: Tensor, momentum: float, scale: float) ->
 
 
 def bn_apply(x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x − mean) · rstd · w + bias, channel by channel."""
+    """As `kernels.vision_kernels.bn_apply`."""
     x = row_major(x)
     given = [rstd if each is None else row_major(each) for each in (mean, rstd, w, bias)]
     out = torch.empty_like(x)
@@ -229,7 +229,7 @@ def bn_apply(x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor | None, bia
 def bn_grad_input(
     g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, dw: Tensor, db: Tensor, count: int
 ) -> Tensor:
-    """rstd · w · (g − db / count − (x − mean) · rstd · dw / count), dw and db being whole sums of `bn_grad_affine`."""
+    """As `kernels.vision_kernels.bn_grad_input`."""
     given = [row_major(rstd if each is None else each) for each in (g, x, mean, rstd, w, dw, db)]
     out = torch.empty_like(given[1])
     args = *given, out, *_walk(x), float(count), w is not None, *_how(x)

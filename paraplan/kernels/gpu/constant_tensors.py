@@ -15,7 +15,12 @@ _KEPT: dict[object, Tensor] = SESSION.owned("constant_tensors.kept", {})
 
 
 def constant(values: Sequence[float | int | bool], dtype: torch.dtype, shape: Sequence[int], device: str) -> Tensor:
-    """Filled where it is one number, else a copy of one that stays on the device from its first use on."""
+    """Filled where it is one number, else a copy of one that stays on the device from its first use on.
+
+    Args:
+        values, dtype, shape: as `kernels.reference_kernels.constant` takes them.
+        device: where the result is, as torch writes it ("cuda:0").
+    """
     if len(set(values)) == 1:
         return torch.full(tuple(shape), values[0], dtype=dtype, device=device)
     key = (tuple(values), dtype, tuple(shape), device)

@@ -98,7 +98,7 @@ def _per_row(logits: Tensor) -> Tensor:
 
 
 def ce_max(logits: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
-    """The maximum of every row."""
+    """As `kernels.reference_kernels.ce_max`."""
     logits, out = row_major(logits), _per_row(logits)
     args = logits, out, logits.shape[-1], _here(logits, columns, v_start), COLUMNS
     launch(_max, (out.numel(),), args, (logits,), (out,))
@@ -106,7 +106,7 @@ def ce_max(logits: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
 
 
 def ce_sumexp(logits: Tensor, m: Tensor, columns: int = -1, v_start: int = 0) -> Tensor:
-    """The sum over every row of exp(logits − m)."""
+    """As `kernels.reference_kernels.ce_sumexp`."""
     logits, m, out = row_major(logits), row_major(m), _per_row(logits)
     args = logits, m, out, logits.shape[-1], _here(logits, columns, v_start), COLUMNS
     launch(_sumexp, (out.numel(),), args, (logits, m), (out,))
@@ -114,8 +114,8 @@ def ce_sumexp(logits: Tensor, m: Tensor, columns: int = -1, v_start: int = 0) ->
 
 
 def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0, columns: int = -1) -> Tensor:
-    """Every row's logit at its label; 0 where that is ignored or elsewhere, NaN where it is no class (to raise, the
-    host would have to wait)."""
+    """As `kernels.reference_kernels.ce_target`, but NaN for a label that is no class: to raise, the host would have to
+    wait."""
     logits, labels, out = row_major(logits), row_major(labels), _per_row(logits)
     count = out.numel()
     width = logits.shape[-1]
@@ -125,7 +125,7 @@ def ce_target(logits: Tensor, labels: Tensor, ignore_index: int, v_start: int = 
 
 
 def ce_loss(m: Tensor, s: Tensor, t: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """The sum over valid rows of log(s) + m − t."""
+    """As `kernels.reference_kernels.ce_loss`."""
     m, s, t, labels = (row_major(x) for x in (m, s, t, labels))
     out = torch.empty((), dtype=m.dtype, device=m.device)
     launch(_loss, (1,), (m, s, t, labels, out, m.numel(), ignore_index, ROWS), (m, s, t, labels), (out,))
@@ -135,7 +135,7 @@ def ce_loss(m: Tensor, s: Tensor, t: Tensor, labels: Tensor, ignore_index: int) 
 def ce_grad(
     g: Tensor, logits: Tensor, m: Tensor, s: Tensor, labels: Tensor, ignore_index: int, v_start: int = 0
 ) -> Tensor:
-    """g · (softmax − onehot(label)) of valid rows, zeros of the others."""
+    """As `kernels.reference_kernels.ce_grad`."""
     logits, m, s, labels = (row_major(x) for x in (logits, m, s, labels))
     out = torch.empty_like(logits)
     width = logits.shape[-1]

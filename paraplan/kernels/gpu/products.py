@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def linear_grad_weight(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """The gradient of `linear` in its weight, all leading dims contracted, not rounded to its operands' dtype."""
+    """As `kernels.reference_kernels.linear_grad_weight` of halves, in float32: not rounded to their dtype."""
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     left, right = (x.t(), g) if transposed else (g.t(), x)
     return torch.ops.aten.mm.dtype(left, right, torch.float32)  # type: ignore[no-any-return]

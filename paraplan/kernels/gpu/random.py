@@ -58,7 +58,12 @@ def keys_of_rows(stream, row):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def finish(first, second, column):  # type: ignore[no-untyped-def]
-    """Uniform bits of elements, by the keys of their rows and their columns (uint32), as int32."""
+    """Uniform bits of elements, as int32.
+
+    Args:
+        first, second: the keys of their rows (`keys_of_rows`).
+        column: their columns in the global tensor, uint32; broadcast with the keys.
+    """
     h = first ^ (column * 0x9E3779B1)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = ((h ^ (h >> 13)) + second) * 0xC2B2AE35

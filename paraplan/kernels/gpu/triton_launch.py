@@ -110,7 +110,13 @@ class Prepared:
 
 
 def noted(x: Tensor, read: Sequence[Tensor | None] = (), written: Sequence[Tensor] = (), name: str = "") -> bool:
-    """Whether x has no data; then also notes that a kernel would be launched, if it is named."""
+    """Whether x has no data; then also notes that a kernel would be launched, if it is named.
+
+    Args:
+        x: any of the kernel's tensors.
+        read, written: the tensors that the kernel reads and writes; None where an argument is absent.
+        name: of the kernel; "" where nothing is to be noted.
+    """
     if not is_fake(x):
         return False
     if name:

@@ -328,7 +328,7 @@ def bn_whole(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Batch norm of all samples, plus `added`, through a relu; mean and rstd; running statistics after it."""
+    """As `kernels.vision_kernels.bn_whole`, in one launch or two."""
     x, walk = row_major(x), _Walk(x)
     mean = torch.empty(x.shape[1], dtype=_statistics(x), device=x.device)
     rstd, out = torch.empty_like(mean), torch.empty_like(x)
@@ -357,7 +357,7 @@ def bn_whole_grad(
     dtype: torch.dtype,
     masks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of `bn_whole` in x, weight and bias, and where it is wanted the one before its relu."""
+    """As `kernels.vision_kernels.bn_whole_grad`, in one launch or two."""
     g, x, mean, rstd = (row_major(each) for each in (g, x, mean, rstd))
     given = [g if each is None else row_major(each) for each in (y, w)]
     walk = _Walk(x)

@@ -34,7 +34,11 @@ def nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients."""
+    """The gradients of `nothing`: zeros, stored heads last.
+
+    Args:
+        q, k, v: [b, heads, rows, width], of which shapes and dtypes are taken.
+    """
     dq, dk, dv = (x.new_zeros((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
     return dq, dk, dv
 

@@ -112,7 +112,13 @@ def shared_limit(device: torch.device) -> int:
 
 
 def choose_tiles(kernel: str, limit: int, of: Operands) -> Tiles:
-    """The first tiles of a kernel that fit a device's shared memory; the last where none do."""
+    """The first tiles of a kernel that fit a device's shared memory; the last where none do.
+
+    Args:
+        kernel: "forward", "key_grads", "query_grads" or "mask_grad".
+        limit: bytes of shared memory that a program may have (`shared_limit`).
+        of: what the kernel works on.
+    """
     if of.element_bytes == 4:
         preferred = SPLIT[kernel] if of.is_split else ()
     else:

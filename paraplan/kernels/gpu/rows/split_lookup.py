@@ -66,7 +66,7 @@ def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, padding_idx: int = -1,
 
 
 def embedding_tables(w: Tensor, ids: Tensor, v_start: int = 0, rows: int = -1) -> Tensor:
-    """As `kernels.expert_kernels.embedding_tables`, likewise."""
+    """As `kernels.expert_kernels.embedding_tables`; ids that are no rows at all give zeros."""
     return _looked_up(w, ids, v_start, w.shape[0])
 
 
