@@ -32,7 +32,7 @@ ROUNDS = 4
 """How often a pipeline is planned, each time for fewer bytes."""
 LEANER = 2.0
 """Times what a pipeline's fullest device is over, what a sharding is to keep less on every one."""
-CALL_S, WHOLE = 1.5e-3, 0.7
+CALL_S, WHOLE = 1.0e-3, 0.7
 """Seconds that a segment takes to plan per microbatch that it is planned for, before the first pipeline has said so; of
 them, what it takes in each that is lowered and simulated once the plan is made whole (see `full_rounds`)."""
 
