@@ -65,7 +65,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "report": ("ir", "rules", "lowering", "cost_models"),
     "jobs": ("ir", "rules", "lowering", "kernels", "capture", "cost_models", "runtime", "codegen"),
-    "plan_options": ("ir", "planner.constraints"),
+    "plan_options": ("ir", "planner.constraints", "planner.options.keywords"),
     "api": (*BELOW_THE_API, "baselines"),
     "fitting": (*BELOW_THE_API, "kernels.dtypes", "api"),
     "explaining": ("ir", "cost_models.realised_plan", "planner", "report", "api"),

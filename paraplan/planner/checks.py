@@ -10,7 +10,7 @@ from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.tensor import FLOATS8
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.placements import ANY, ANYWHERE, ON_DEVICE
+from paraplan.planner.options.placements import ANY, ANYWHERE, ON_DEVICE
 
 
 def with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple[str, ...]]:

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.machine.tier_placement import HOST
+from paraplan.ir.machine.tiers import NEAREST
 from paraplan.ir.model.program import HALVES
-from paraplan.ir.options import check_fields
+from paraplan.ir.option_words import Given, Named, Phrase
 from paraplan.planner.constraints import Constraints
 
 FIRST_PLAN_S = 1.0
@@ -25,7 +27,7 @@ def planning_time_s(seconds: float) -> float:
     """
     if not seconds >= 0:
         raise ConstraintError(
-            f"a time limit of {seconds} s (--time-limit): give a number of seconds, or 0 for the first plan that fits"
+            "a time limit of {} s: give a number of seconds, or 0 for the first plan that fits", seconds
         )
     return seconds or FIRST_PLAN_S
 
@@ -37,7 +39,7 @@ def check_time_limit(seconds: float) -> None:
         ConstraintError: it is not a number above 0.
     """
     if not seconds > 0:
-        raise ConstraintError(f"a time limit of {seconds} s (--time-limit): give a number of seconds above 0")
+        raise ConstraintError(f"a time limit of {seconds} s: give a number of seconds above 0")
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
@@ -49,48 +51,63 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
             without cp, an ep that does not divide dp, states where they cannot be.
     """
     c = constraints
-    check_fields(c)
     _check_states(c)
     if c.pp is None:
         _check_free_pp(c, num_devices)
         return c
     whole, num_devices = num_devices, _stage_devices(c, num_devices)
-    left = f" that pp={c.pp} leaves a stage of {whole}" if c.pp > 1 else ""
+    left = Phrase(" that {} leaves a stage of {}", Given("pp", c.pp), whole) if c.pp > 1 else ""
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
     if c.sp and (c.tp is None or c.tp < 2):
-        raise ConstraintError("sp needs a tensor-parallel axis to share: give tp of at least 2 as well")
+        raise ConstraintError(
+            "{} needs a tensor-parallel axis to share: give {} of at least 2 as well", Given("sp", True), Named("tp")
+        )
     if c.cp_mode is not None and c.cp is None:
-        raise ConstraintError(f"cp_mode={c.cp_mode} without a context-parallel axis: give cp_mode, and cp with it")
+        given = Given("cp_mode", c.cp_mode)
+        raise ConstraintError("{} without a context-parallel axis: give {} as well", given, Named("cp"))
     if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
-        raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
+        raise ConstraintError(
+            "{} shards over a data-parallel axis: give {} as well", Given("zero", c.zero), Named("dp")
+        )
     if c.mesh is not None:
         if degrees or c.ep is not None:
             degrees |= {} if c.ep is None else {"ep": c.ep}
-            given = " ".join(f"{name}={size}" for name, size in degrees.items())
-            raise ConstraintError(f"mesh={c.mesh} together with {given}: give the mesh or the degrees, not both")
+            raise ConstraintError(
+                "{} together with {}: give the mesh or the degrees, not both", Given("mesh", c.mesh), _given(degrees)
+            )
         product = math.prod(c.mesh)
         if product != num_devices:
-            raise ConstraintError(f"mesh={c.mesh} has {product} places for {num_devices} devices{left}")
+            raise ConstraintError(
+                "{} has {} places for {} devices{}", Given("mesh", c.mesh), product, num_devices, left
+            )
     product = math.prod(degrees.values())
     if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
-        given = " times ".join(f"{name}={size}" for name, size in degrees.items())
-        has = f"there are {num_devices} devices{left}" if left else f"the cluster has {num_devices} devices"
-        raise ConstraintError(f"{given} is {product}, {has}")
+        has = "there are {} devices{}" if left else "the cluster has {} devices{}"
+        fault = f"{' times '.join('{}' for _ in degrees)} is {{}}, {has}"
+        raise ConstraintError(fault, *_given(degrees), product, num_devices, left)
     for name, size in degrees.items():
         if num_devices % size:
             whose = "the" if left else "the cluster's"
-            raise ConstraintError(f"{name}={size} does not divide {whose} {num_devices} devices{left}")
+            given = Given(name, size)
+            raise ConstraintError("{} does not divide {} {} devices{}", given, whose, num_devices, left)
     dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
     if c.ep is not None and dp % c.ep:
-        raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
+        raise ConstraintError(
+            "{} does not divide the {} data-parallel ranks, which share the experts", Given("ep", c.ep), dp
+        )
     return c
+
+
+def _given(degrees: dict[str, int]) -> tuple[Given, ...]:
+    return tuple(Given(*each) for each in degrees.items())
 
 
 def _check_free_pp(c: Constraints, num_devices: int) -> None:
     """Whether the constraints make sense together with any degree of a pipeline; where not, why not with the first."""
     if c.stages is not None:
         raise ConstraintError(
-            "stages without pp: on how many groups of devices they lie is left open; give pp (at least 2) as well"
+            "{} without {}: on how many groups of devices they lie is left open; give {} of at least 2 as well",
+            *(Given("stages", c.stages), Named("pp"), Named("pp")),
         )
     refused: ConstraintError | None = None
     for pp in range(1 if c.schedule is None else 2, num_devices + 1):
@@ -100,7 +117,8 @@ def _check_free_pp(c: Constraints, num_devices: int) -> None:
                 return
             except ConstraintError as fault:
                 refused = refused or fault
-    raise refused or ConstraintError(f"schedule={c.schedule} is of a pipeline, which one device has no room for")
+    given = Given("schedule", c.schedule)
+    raise refused or ConstraintError("{} is of a pipeline, which one device has no room for", given)
 
 
 def check_param_names(constraints: Constraints, names: Iterable[str]) -> None:
@@ -131,23 +149,28 @@ def check_reduce_dtype(constraints: Constraints, precision: str) -> None:
     given = constraints.reduce_dtype
     if given and precision not in HALVES:
         raise ConstraintError(
-            f"reduce_dtype={given!r} says how gradients of half precisions are summed over ranks, and "
-            f"precision={precision!r} sums them as they are; leave it out, or plan with precision='bf16'"
+            "{} says how gradients of half precisions are summed over ranks, and {} sums them as they are; leave it "
+            "out, or plan with {}",
+            *(Given("reduce_dtype", given), Given("precision", precision), Given("precision", "bf16")),
         )
 
 
 def _check_states(c: Constraints) -> None:
     """Where states are said to be agrees with what else is said of them."""
-    said = f"offload_states={c.offload_states or 'none'}" if c.offload_states or not any(c.placing) else c.placing.text
+    by_word = c.offload_states or not any(c.placing)
+    said = Given("offload_states", c.offload_states or "none") if by_word else c.placing.given
     c.placing.check(c.tiers)
     if c.delayed_update is not None and not any(place.can_be_late for place in c.every_place):
         raise ConstraintError(
-            f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
-            f"with {said} there is nothing; give place_states='host' and update_on='host', or offload='host'"
+            "{}: only what the host updates where its states stay can be late, and with {} there is nothing; give {} "
+            "and {}, or {}",
+            *(Given("delayed_update", c.delayed_update), said),
+            *(Given("place_states", HOST), Given("update_on", HOST), Given("offload", NEAREST)),
         )
     if c.zero in (1, 2) and all(place.params for place in c.places):
         raise ConstraintError(
-            f"{said} with zero={c.zero}: parameters off the device lie as their states do; give zero=3 or 0"
+            "{} with {}: parameters off the device lie as their states do; give {} or 0",
+            *(said, Given("zero", c.zero), Given("zero", 3)),
         )
 
 
@@ -155,9 +178,9 @@ def _stage_devices(c: Constraints, num_devices: int) -> int:
     """How many devices share a stage, among which the other degrees are."""
     if c.pp is not None and c.pp > 1:
         if num_devices % c.pp:
-            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
+            raise ConstraintError("{} does not divide the cluster's {} devices", Given("pp", c.pp), num_devices)
         return num_devices // c.pp
     if c.schedule is not None or c.stages is not None:
-        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
-        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
+        pinned = Given("schedule", c.schedule) if c.schedule is not None else Given("stages", c.stages)
+        raise ConstraintError("{} without a pipeline: give {} of at least 2 as well", pinned, Named("pp"))
     return num_devices

@@ -10,7 +10,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.decision_classes import grad_classes, param_classes
 from paraplan.planner.one_stage import on_mesh
-from paraplan.planner.param_pins import parse_param_pin
+from paraplan.planner.options.param_pins import parse_param_pin
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.search import search
 

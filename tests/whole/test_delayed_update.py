@@ -28,8 +28,9 @@ from paraplan.lowering.phases import step_lists
 from paraplan.lowering.steps.delayed_update import UpdatePhase, flush_steps, in_phase
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints, warm_up_steps
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.options.values import warm_up_steps
 from paraplan.planner.search import search
 from paraplan.runtime.buckets import check_buckets
 from paraplan.runtime.in_process import InProcessTrainer

@@ -63,7 +63,7 @@ class Answer:
 
     Attributes:
         pins: degrees, microbatches, schedule and, in layers, stages.
-        remade: per layer, the preset (`planner.constraints.PRESETS`) by which it recomputes.
+        remade: per layer, the preset (`planner.options.values.PRESETS`) by which it recomputes.
         decisions: the shardings of one position's devices; None: those of least work under the pins.
     """
 

@@ -18,7 +18,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
 from paraplan.ir.model.graph import Graph, Op, Phase, target_parts
 from paraplan.ir.model.program import Program
-from paraplan.planner.constraints import CP_MODES
+from paraplan.planner.options.values import CP_MODES
 from paraplan.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_dim, ring_choices
 
 KEYS = {"gather": "s", "alltoall": "h", "ring": RING, "stripes": STRIPES}
