@@ -91,7 +91,7 @@ class InfeasibleError(NoPlanError):
 
 
 class SolverLimitError(NoPlanError):
-    """Not proved: the time limit passed before any plan was found."""
+    """Not proved: what was tried, in the time there was, did not fit."""
 
 
 class InvalidPlanError(ParaplanError):

@@ -11,7 +11,11 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+import paraplan
+from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.machine.cluster import ClusterSpec
+
+from . import zoo
 
 
 def refuse(outcome: Any, *words: str) -> None:
@@ -96,6 +100,13 @@ def test_a_model_that_fits_nowhere(here: Path, command: Any) -> None:
     cluster = msgspec.to_builtins(ClusterSpec.local(2, memory_bytes=512))
     (here / "cluster.json").write_text(json.dumps(cluster))
     refuse(command("plan", "zoo:net", "cluster.json"), "missing", "largest tensor")
+
+
+def test_what_fits_nowhere_is_proved_whatever_is_pinned() -> None:
+    model, batch, loss = zoo.net()  # type: ignore[no-untyped-call]
+    for pins in ({}, {"dp": 2}):
+        with pytest.raises(InfeasibleError, match="no sharding fits"):
+            paraplan.compile(model, "local:2", example_inputs=batch, loss_fn=loss, memory="1KiB", **pins)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,17 @@ def kept_bytes(job: Job, accumulates: bool) -> float:
     return float(found)
 
 
+def fits_nowhere(job: Job, constraints: Constraints, budget: int) -> bool:
+    """Whether parameters and states alone, wherever ranks keep them, are more than all devices may hold.
+
+    Args:
+        job: what is planned.
+        constraints: where states may be.
+        budget: bytes a device may hold.
+    """
+    return not constraints.state_tiers and kept_bytes(job, False) > budget * job.cluster.num_devices
+
+
 class Activations:
     """What a step recomputes, and what waits for its backward, of all segments.
 
