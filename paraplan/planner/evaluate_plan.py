@@ -16,6 +16,7 @@ import msgspec
 
 from paraplan.cost_models.realised_plan import Realised, realised
 from paraplan.ir.execution.rank_program import BlockRole, RankProgram
+from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job, assemble
 
@@ -67,6 +68,21 @@ def gathers(programs: Sequence[RankProgram]) -> bool:
         programs: of a plan, one per rank class.
     """
     return any(block.role is BlockRole.GATHER for program in programs for block in program.blocks.values())
+
+
+def gathers_often(programs: Sequence[RankProgram]) -> bool:
+    """Whether that is so elsewhere than in a step's first forwards: with every microbatch, or for a backward.
+
+    Args:
+        programs: as of `gathers`.
+    """
+    for program in programs:
+        for step in program.steps:
+            if step.block and program.blocks[step.block].role is BlockRole.GATHER:
+                action = parse_action(step.action)
+                if action.kind is not ActionKind.F or action.microbatch > 0:
+                    return True
+    return False
 
 
 def as_decided(job: Job, decisions: Decisions) -> Realised:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
 from paraplan.cost_models.predict import with_reserved, with_used_profile
-from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.ir.machine.mesh import Mesh, R, parse_layout
 from paraplan.ir.plan import Plan, Tried
@@ -45,7 +44,6 @@ from paraplan.planner.passes.quickened import placed, quickened
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline import alone_note
-from paraplan.planner.pipeline.pipeline_search import search_pipeline
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, choose
@@ -54,8 +52,6 @@ HIDDEN = 0.02
 """How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
 better, though on the meshes measured never by as much."""
 
-LATE_SHARE = 0.3
-"""Of the time limit, what a pinned pipeline's sharding is chosen in at most where nothing else was found."""
 TIGHTER = 3
 """How often one stage is searched in all, for fewer bytes each time, where allocators have no room for its plan."""
 ONE_STAGE_SHARE = 0.8
@@ -273,8 +269,7 @@ def _pipelines_of(
     certify: bool,
     reserves: bool,
 ) -> tuple[Draft, ...]:
-    """The fastest plan of those listed, and what else was planned; where allocators have room for none of a pinned
-    degree, one that fits by the bytes alive."""
+    """The fastest plan of those listed, and what else was planned."""
 
     def one_stage(pinned: Constraints, proved: bool) -> Draft:
         alone, needed = msgspec.structs.replace(pinned, pp=1), 0
@@ -300,17 +295,7 @@ def _pipelines_of(
     budget = device_budget(job.cluster, constraints)
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
     found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
-    try:
-        best, *drafts = search_joint(found, listed, one_stage, certify)
-    except SolverLimitError:
-        if constraints.pp is None:
-            raise
-        progress(f"pp={constraints.pp}, whatever is reserved")
-        late = Deadline(LATE_SHARE * deadline.limit_s)
-        shardings = Shardings(partial(_sharding, deadline=late, progress=progress))
-        with suppress(NoPlanError, ConstraintError):  # for which room is to be made
-            return (Draft.of(search_pipeline(job, constraints, shardings)),)
-        raise
+    best, *drafts = search_joint(found, listed, one_stage, certify)
     made = [draft.plan for draft in drafts if draft.plan is not None]
     return Draft.of(certified_alike(best.made(), made)), *drafts
 

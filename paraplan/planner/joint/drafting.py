@@ -117,7 +117,7 @@ class Drafting:
         start = self.start(estimate, within_s)
         for _ in range(ROUNDS):
             try:
-                found = search_from(job, pins, self.shardings, start)
+                found = self._searched(estimate, pins, start)
             except NoPlanError:
                 if first is None:
                     raise
@@ -137,6 +137,16 @@ class Drafting:
         assert first is not None
         self.roomless.append(first)
         raise no_room(needed, budget)
+
+    def _searched(self, estimate: Estimate, pins: Constraints, start: Start) -> Draft | Slower:
+        """What is found of an estimate in its stages; where nothing fits in those, in such as do not need too much."""
+        try:
+            return search_from(self.pricing.job, pins, self.shardings, start)
+        except NoPlanError:
+            if not estimate.is_recut or estimate.combination.each > 1:
+                raise
+        start = replace(start, taken=())
+        return search_from(self.pricing.job, msgspec.structs.replace(pins, stages=None), self.shardings, start)
 
     def start(self, estimate: Estimate, within_s: float) -> Start:
         """What is known of an estimate's pipeline before it is planned."""

@@ -5,6 +5,7 @@ Orders of combinations are simulated by this process and those beside it, a batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from paraplan.ir.errors import ParaplanError
@@ -15,7 +16,9 @@ from paraplan.planner.joint.pricing import Packed, Pricing
 from paraplan.planner.pipeline.stage_prices import StagePrices
 
 ESTIMATED, FEWEST = 40, 20
-"""Combinations whose orders are simulated: the best by a closed form; and how many in any case."""
+"""Combinations, in their shardings, whose orders are simulated: the best by a closed form; and how many in any case."""
+ALIKE = 0.03
+"""How much longer than in its best sharding a combination may take in another for that to be estimated as well."""
 ESTIMATED_SHARE = 0.55
 """Of the time limit, after which nothing else is estimated."""
 BATCH = 10
@@ -42,16 +45,21 @@ def estimate_best(
             (form.quick_s(combination, prices.totals, pricing.mesh_shape(combination, prices.shape)), prices)
             for prices in pricing.of(combination)
         ]
-        if known:  # where none fits, the leanest
-            least_s, prices = min(reversed(known), key=lambda each: each[0])
-            quick.append((least_s, number, combination, prices))
+        least_s = min((each_s for each_s, _ in known), default=math.inf)
+        if known and math.isinf(least_s):  # where none fits, the leanest
+            quick.append((least_s, number, combination, known[-1][1]))
+        near = (each for each in known if math.isfinite(each[0]) and each[0] <= (1 + ALIKE) * least_s)
+        quick += [(each_s, number, combination, prices) for each_s, prices in near]
     best = [each[2:] for each in sorted(quick, key=lambda each: each[:2])[:ESTIMATED]]
     found: list[Estimate] = []
     for first in range(0, len(best), BATCH):
         if first >= FEWEST and pricing.deadline.passed_s > ESTIMATED_SHARE * pricing.deadline.limit_s:
             break
         found += _batch(pricing, best[first : first + BATCH], faults, share)
-    return sorted(found, key=lambda each: each.rank)
+    ranked: dict[Combination, Estimate] = {}
+    for estimate in sorted(found, key=lambda each: each.rank):
+        ranked.setdefault(estimate.combination, estimate)
+    return list(ranked.values())
 
 
 def _batch(

@@ -209,18 +209,20 @@ class Pricing:
             )
             inner_shape = mesh.shape[1:]
             widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
-            for prices in _priced_front(part, inner, mesh, combination.microbatches, limits):
+            for prices in _priced_front(part, inner, mesh, combination.microbatches, limits, fewest):
                 found.append(prices)
-                if found[-1].kept_bytes(widest) <= ENOUGH * self.budget * fewest:
+                if found[-1].kept_bytes(widest) + fewest * _saved(prices) <= ENOUGH * self.budget * fewest:
                     break
                 if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
                     break
         except ParaplanError as fault:  # of one candidate: others are priced
             self.faults.append(fault)
         found.sort(key=lambda each: sum(each.seconds))
-        leaner: list[StagePrices] = []
+        leaner, least = list[StagePrices](), math.inf
         for each in found:
-            if not leaner or each.kept_bytes(each.shape) < leaner[-1].kept_bytes(leaner[-1].shape):
+            kept = each.kept_bytes(each.shape) + fewest * each.saved_bytes
+            if not leaner or kept < least:
+                least = kept
                 leaner.append(each)
         return tuple(leaner)
 
@@ -280,11 +282,16 @@ def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int) -> 
 
 
 def _priced_front(
-    part: Job, inner: Constraints, mesh: Mesh, microbatches: int, limits: SolveLimits
+    part: Job, inner: Constraints, mesh: Mesh, microbatches: int, limits: SolveLimits, flying: int
 ) -> Iterator[StagePrices]:
     """The front of shardings, priced: once for all searches that ask for the same on equal devices."""
     known = _FRONTS.get(_front_key(part, inner, mesh, microbatches), _Front)
-    return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, SHARES))
+    return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, SHARES, flying))
+
+
+def _saved(prices: StagePrices) -> float:
+    """What a microbatch saves of the whole model: halfway between all that it may and the least that it has to."""
+    return (prices.saved_bytes + prices.recomputing[-1][0]) / 2
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.sharding.formulate import formulate, memory_rows, tier_rows, with_rows
+from paraplan.planner.sharding.formulate import formulate, kept_row, tier_rows, with_rows
 from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.solve import SolveLimits, decisions_of, failure_of, problem_of
@@ -20,9 +20,16 @@ embedding, whose position is then the one that is short of memory."""
 
 
 def front(
-    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: SolveLimits, shares: Sequence[float]
+    job: Job,
+    mesh: Mesh,
+    num_microbatches: int,
+    constraints: Constraints,
+    limits: SolveLimits,
+    shares: Sequence[float],
+    flying: float = 0.0,
 ) -> Iterator[Decisions]:
-    """Shardings of a mesh that trade work for what parameters, gradients and states keep, least work first.
+    """Shardings of a mesh that trade work for what parameters, gradients, states and activations keep, least work
+    first.
 
     Each is of least work and price of what it keeps together, so it lies on the lower hull of (bytes kept, work): no
     sharding keeps less at less work. One space is built for all.
@@ -30,13 +37,14 @@ def front(
     Args:
         job, mesh, num_microbatches, constraints, limits: as for `solve_mesh`.
         shares: prices, each such that keeping as much as the sharding of least work costs this share of its work.
+        flying: microbatches of the whole model whose activations are kept beside parameters.
     Raises:
         InfeasibleError: proved: the constraints leave no sharding.
         SolverLimitError: the time limit passed first.
     """
     space = problem_of(job, mesh, num_microbatches, constraints)
     network = with_rows(formulate(space).network, tier_rows(space))
-    (held, *_) = memory_rows(space, 1.0, activations=False)
+    held = kept_row(space, flying)
     whole, least, warm, waiting = 0.0, math.inf, None, list[tuple[float, Decisions]]()
     for share in (0.0, *shares):
         priced = with_price(network, held, share * whole)

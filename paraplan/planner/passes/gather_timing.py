@@ -13,22 +13,24 @@ import msgspec
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.realised_plan import Budget, Realised, realised
 from paraplan.ir.execution.rank_program import BlockRole
+from paraplan.planner.evaluate_plan import gathers_often
 
 WORTH, LONG = 0.01, 0.02
 """Shares of a step that communication is waited for, and that gathers take, from which on another time is tried."""
 
 
-def gathered(made: Realised, budget: Budget) -> Realised:
+def gathered(made: Realised, budget: Budget, times: float = 1.0) -> Realised:
     """The plan with parameters gathered where they are read, or each alone, where it is faster so and fits.
 
     Args:
         made: the plan.
         budget: bytes that devices may hold.
+        times: how much longer a step is that has all microbatches, where the plan has the first of them.
     """
     plan, simulation = made.plan, made.simulation
     if plan.memory_actions is not None or simulation.exposed_comm_s < WORTH * simulation.step_s:
         return made
-    if gathering_s(made) < LONG * simulation.step_s:
+    if gathering_s(made) < LONG * simulation.step_s * (1.0 if gathers_often(made.programs) else times):
         return made
     options = plan.options
     tries = dict.fromkeys((options.but(params_ahead=False), options.but(bundle_bytes=0), options.lean))

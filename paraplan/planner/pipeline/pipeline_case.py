@@ -168,6 +168,8 @@ class PipelineCase:
             return found
         if begun is None or not self.is_cut_by_time:
             found.append(self._recomputing(sharding, bounds, found[0].plan, taken))
+        elif any(taken):  # from less made again: what is made again is held for a moment, too
+            found.append(self._recomputing(sharding, bounds, self._plan(sharding, bounds, (), 1), ()))
         return found + self._with_waiting(sharding, bounds, found[0], taken)
 
     def _with_waiting(self, sharding: Sharding, bounds: Bounds, kept: Realised, taken: Sequence[int]) -> list[Realised]:

@@ -29,7 +29,7 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.evaluate_plan import gathers
+from paraplan.planner.evaluate_plan import gathers_often
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
 from paraplan.planner.passes.gather_timing import gathered
@@ -171,7 +171,7 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
     if start.sharding is not None and case.constraints.recompute is None:
         begun = case.begun(start.sharding, taken)
         if _is_slower(case, begun, start.within_s):
-            quicker = gathered(begun, case.budget)
+            quicker = gathered(begun, case.budget, case.least_s(begun) / taken_s(begun))
             if _is_slower(case, quicker, start.within_s):
                 return Slower(case.least_s(quicker))
     for rung in case.constraints.placing.rungs(case.constraints.tiers)[:2]:
@@ -181,7 +181,7 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             fitting = [made for made in tried if case.fits(made)]
     later: Realised | Slower | None = None
     short = len(fitting) < len(tried) or any(map(any, (activations_of(made.plan) for made in fitting)))
-    if case.params_ahead and short and any(gathers(made.programs) for made in tried):
+    if case.params_ahead and short and any(gathers_often(made.programs) for made in tried):
         with suppress(SolverLimitError):
             later = _fastest(replace(case, params_ahead=False), shardings, start)
     if not fitting:
@@ -189,7 +189,7 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             raise SolverLimitError(_overflow(case, tried))
         return later
     best = min(fitting, key=taken_s)
-    best = _quickened(best, case.constraints, case.alive_budget(best))
+    best = _quickened(best, case.constraints, case.alive_budget(best), case.least_s(best) / taken_s(best))
     return later if isinstance(later, Realised) and taken_s(later) < taken_s(best) else best
 
 
@@ -251,15 +251,18 @@ def _with_shardings(
     return tried
 
 
-def _quickened(best: Realised, constraints: Constraints, budget: Budget) -> Realised:
+def _quickened(best: Realised, constraints: Constraints, budget: Budget, times: float) -> Realised:
     """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, products in
-    pieces, the host's updates one step late, and states that come to theirs ahead."""
+    pieces, the host's updates one step late, and states that come to theirs ahead.
+
+    `times` is how much longer a step with all microbatches is.
+    """
 
     def step_s(tried: Plan) -> float:
         made = realised(tried)
         return made.simulation.step_s if made.left_bytes(budget) >= 0 and not made.over_bytes else math.inf
 
-    made = parted(gathered(cast_once(best, budget), budget), budget)
+    made = parted(gathered(cast_once(best, budget), budget, times), budget)
     made = overlapped(reducing(made, budget), constraints.overlap, budget)
     plan = choose_ahead(choose_delay(made.plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
     return made if plan == made.plan else realised(plan)

@@ -217,11 +217,16 @@ class _Taking:
             self.lessened[cell] = excess, less
 
     def _chosen(self, cell: Cell, saved_bytes: float) -> Sequence[int] | None:
-        """What a position's segments take to save no more than so much; None where they cannot."""
-        segments = tuple(self.program.segments[i] for i in self.segments[cell])
-        program, counts = msgspec.structs.replace(self.program, segments=segments), most_held(self.instants[cell])
-        each = [(flying / at, between / at) for at in (self.flying[cell] * len(cell),) for flying, between in counts]
-        return choose(program, self.options_of(cell), saved_bytes, instants=each)
+        """What a position's segments take to save no more than so much, were each in flight as often as others; None
+        where they cannot."""
+        here, at = self.segments[cell], self.flying[cell] * len(cell)
+        instants = [(flying / at, between / at) for flying, between in most_held(self.instants[cell])]
+        now = [self.options_at[i][self.taken[i]] for i in here]
+        saved, deferred = (sum(getattr(option, of) for option in now) for of in HELD)
+        alike = max(a * saved + b * deferred for a, b in instants)
+        program = msgspec.structs.replace(self.program, segments=tuple(self.program.segments[i] for i in here))
+        allowed = saved_bytes * alike / max(self._saved(cell), 1)
+        return choose(program, self.options_of(cell), allowed, instants=instants)
 
     def _saved(self, cell: Cell) -> int:
         """What a microbatch that is held saves of all a position's stages, where it is fullest."""

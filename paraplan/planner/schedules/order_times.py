@@ -137,7 +137,11 @@ class OrderTimes:
     def waiting_bytes(
         self, position: int, saved: Sequence[int], deferred: Sequence[int], stages: Sequence[StageCosts] = ()
     ) -> int:
-        """As `waiting`, the bytes alone."""
+        """As `waiting`, the bytes alone.
+
+        Args:
+            position, saved, deferred, stages: see there.
+        """
         return self.waiting(position, saved, deferred, stages).nbytes
 
     def waiting(

@@ -110,6 +110,18 @@ def memory_rows(space: Space, limit: float, activations: bool = True, proof: boo
     return (*rows, *_updates(space, space.at_update, space.update_workspace, limit, "update"))
 
 
+def kept_row(space: Space, flying: float) -> Row:
+    """Bytes kept whatever runs, and what so many microbatches save for their backward beside them.
+
+    Args:
+        space: options and what each holds.
+        flying: microbatches.
+    """
+    kept, loss = _sums(space.kept, 1.0), _sums(space.at_loss, 1.0)
+    held = {at: kept.get(at, 0.0 * nbytes) + flying * (nbytes - kept.get(at, 0.0)) for at, nbytes in loss.items()}
+    return Row("loss", 1.0, held)
+
+
 def tier_rows(space: Space, over: Mapping[str, int] = MappingProxyType({})) -> tuple[Row, ...]:
     """What lives on tiers where anything may, in units of a device's room there.
 

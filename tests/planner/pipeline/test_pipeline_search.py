@@ -143,7 +143,7 @@ def test_stages_are_cut_by_memory_where_that_is_fastest() -> None:
     bounds = [(stage.first, stage.stop) for stage in plan.stages]
     assert bounds != [(stage.first, stage.stop) for stage in free.stages]
     either = search(job, msgspec.structs.replace(pins, memory_bytes=budget), certify=False).plan
-    assert either.prediction is not None and either.prediction.step_s <= plan.prediction.step_s
+    assert either.prediction is not None and either.prediction.step_s <= 1.02 * plan.prediction.step_s
 
 
 def test_a_stage_that_keeps_too_much_is_sharded_more() -> None:
