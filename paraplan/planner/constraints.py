@@ -31,6 +31,7 @@ from paraplan.planner.options.values import (
     CP_MODES,
     OFFLOAD,
     PRESETS,
+    WAYS,
     as_bounds,
     as_degree,
     as_layouts,
@@ -144,9 +145,9 @@ class Constraints(Options, frozen=True, kw_only=True):
         MEMORY, check=one_of(*PRESETS, beside=", or nothing for the planner's choice"),
     )] = None
     offload: Annotated[str, Option(
-        "Where activations may wait if memory is short: none, host, or disk (and host).",
-        'where activations may wait if memory is short: "none", "host", or "disk" (the host as well); states and '
-        "parameters may be there too, see `place_states`.",
+        f"Where activations may wait if memory is short: {WAYS}.",
+        f"where activations may wait if memory is short: {WAYS}; states and parameters may be there too, see "
+        "`place_states`.",
         MEMORY, check=one_of(*OFFLOAD),
     )] = "none"
     place_states: Annotated[str | None, Option(

@@ -24,6 +24,8 @@ AUTO: Literal["auto"] = "auto"
 """A degree for the planner to choose, as None is."""
 OFFLOAD: dict[str, tuple[str, ...]] = {"none": (), **{name: kind.way for name, kind in TIERS.items()}}
 """The tiers activations may wait on."""
+WAYS = ", ".join(f"{name} (and {' and '.join(way[:-1])})" if way[1:] else name for name, way in OFFLOAD.items())
+"""Those as a sentence has them, with what is on the way there."""
 CP_MODES = ("gather", "alltoall", "ring", "stripes")
 """How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
 MOST_AXES = 3
