@@ -22,6 +22,7 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.alternatives.replan import Alternative, WithMore, alternative, constraints_of, with_more_memory
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.report.diagnosis.faster import faster
+from paraplan.report.diagnosis.html import ShownDiagnosis
 from paraplan.report.diagnosis.memory_use import (
     AWAY,
     RECOMPUTATION,
@@ -87,7 +88,7 @@ def explain(
     binding = critical(data, made.programs, made.simulation, positions)
     other = None if why_not is None else alternative(data, why_not, time_limit_s, tell)
     more = with_more_memory(data, EXTRA_BYTES, time_limit_s, tell) if time_limit_s > 0 else None
-    return Diagnosis(
+    return ShownDiagnosis(
         title=f"{data.model.display} on {data.cluster.name}",
         plan=plan_words(data),
         step_s=made.simulation.step_s,

@@ -11,8 +11,7 @@ import pytest
 
 from paraplan import cli
 
-from .fences import ROOT, fences
-from .test_commands import commands
+from .fences import ROOT, commands, fences
 
 DOCUMENTS = ("README.md", "docs/explaining.md")
 SMALLER = {
