@@ -18,7 +18,7 @@ import typer
 
 from paraplan import __version__
 from paraplan.ir.errors import CheckError, ConstraintError, ParaplanError, RuntimeFailure
-from paraplan.ir.option_words import Given
+from paraplan.ir.option_words import OptionValue
 from paraplan.ir.process.garbage import RARELY
 from paraplan.ir.process.lazy import lazy
 from paraplan.jobs.run_options import RunOptions
@@ -128,7 +128,9 @@ def _loaded(model: str, settings: list[str] | None, options: Mapping[str, Any], 
     for word in ("batch", "seq"):
         if made.example_inputs is not None and options[word] is not None:
             raise ConstraintError(
-                "{} beside example_inputs of {}, which say the batch: leave it out", Given(word, options[word]), model
+                "{} beside example_inputs of {}, which say the batch: leave it out",
+                OptionValue(word, options[word]),
+                model,
             )
     return made
 

@@ -40,9 +40,9 @@ from paraplan.report.diagnosis.records import (
     TOO_LARGE,
     Breakdown,
     Diagnosis,
-    Difference,
     MoreMemory,
     Over,
+    PartDifference,
     WhyNot,
 )
 from paraplan.report.diagnosis.step_parts import breakdowns, critical
@@ -170,7 +170,7 @@ def _why_not(binding: Breakdown, other: Alternative, asked: Mapping[str, Any], b
     there = critical(made.plan, made.programs, made.simulation, positions)
     longer = there.step_s - binding.step_s
     keys = dict.fromkeys(part.key for part in (*binding.parts, *there.parts))
-    differences = [Difference(key=key, here_s=binding.of(key), there_s=there.of(key)) for key in keys]
+    differences = [PartDifference(key=key, here_s=binding.of(key), there_s=there.of(key)) for key in keys]
     return msgspec.structs.replace(
         said,
         verdict=AS_FAST if abs(longer) <= ALIKE * binding.step_s else SLOWER if longer > 0 else FASTER,

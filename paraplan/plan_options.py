@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypedDict
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.optimizer import OPTIMIZERS
-from paraplan.ir.option_words import Given
+from paraplan.ir.option_words import OptionValue
 from paraplan.ir.options import Option, Options, at_least, documented, one_of
 from paraplan.planner.constraints import MODEL
 from paraplan.planner.options.keywords import ConstraintKeywords
@@ -38,12 +38,12 @@ def _as_dims(batch_dims: Mapping[str, int | None]) -> dict[str, int | None] | No
 
 def _check_time_limit(keyword: str, seconds: float) -> None:
     if not 0 <= seconds < math.inf:
-        raise ConstraintError("{}: give {}", Given(keyword, seconds), _TIME_LIMIT)
+        raise ConstraintError("{}: give {}", OptionValue(keyword, seconds), _TIME_LIMIT)
 
 
 def _check_above_zero(keyword: str, seconds: float) -> None:
     if not 0 < seconds < math.inf:
-        raise ConstraintError("{}: give a number of seconds above 0", Given(keyword, seconds))
+        raise ConstraintError("{}: give a number of seconds above 0", OptionValue(keyword, seconds))
 
 
 class CaptureOptions(Options, frozen=True, kw_only=True):
@@ -218,6 +218,19 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
             PLANNING,
         ),
     ] = False
+
+
+def check_batch(asked: JobOptions) -> None:
+    """Refuse sizes of a batch that is given.
+
+    Raises:
+        ConstraintError: names the size.
+    """
+    for word, value in (("batch", asked.batch), ("seq", asked.seq)):
+        if value is not None and asked.example_inputs is not None:
+            raise ConstraintError(
+                "{} beside example_inputs, which say the batch: leave it out", OptionValue(word, value)
+            )
 
 
 class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):

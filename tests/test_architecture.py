@@ -489,6 +489,17 @@ def test_scripts_stay_short(folder: str, rule: Callable[[Module], Iterator[str]]
     assert not breaches, "\n".join(["", *breaches])
 
 
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """But for a plan, which users have with what it does, and files without."""
+    defined = Counter(
+        node.name
+        for module in modules_under("paraplan")
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in defined.items() if count > 1] == ["Plan"]
+
+
 def test_no_file_comes_back_to_itself() -> None:
     """By imports of any kind, those for type checkers and those by name on first use as well; the package itself names
     what it gives, of which some ask it for its version."""

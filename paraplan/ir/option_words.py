@@ -19,7 +19,7 @@ class Part(Protocol):
     def written(self, flags: Flags) -> str: ...
 
 
-class Given(NamedTuple):
+class OptionValue(NamedTuple):
     """An option with a value."""
 
     keyword: str
@@ -34,7 +34,7 @@ class Given(NamedTuple):
         return f"{flags[self.keyword]} {_as_text(self.value)}"
 
 
-class Named(NamedTuple):
+class OptionName(NamedTuple):
     """An option without a value."""
 
     keyword: str

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_ty
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.option_words import Given
+from paraplan.ir.option_words import OptionValue
 from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 
@@ -126,9 +126,9 @@ def _converted(field: OptionField, given: Any) -> Any:
         return value
     wanted = option.wanted or _said_of(field.type)
     if option.example is None:
-        raise ConstraintError("{}: give {}", Given(field.keyword, given), wanted)
-    example = Given(field.keyword, option.example)
-    raise ConstraintError("{}: give {}, e.g. {}", Given(field.keyword, given), wanted, example)
+        raise ConstraintError("{}: give {}", OptionValue(field.keyword, given), wanted)
+    example = OptionValue(field.keyword, option.example)
+    raise ConstraintError("{}: give {}, e.g. {}", OptionValue(field.keyword, given), wanted, example)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -231,7 +231,7 @@ def at_least(least: float) -> Check:
 
     def check(keyword: str, value: Any) -> None:
         if value < least:
-            raise ConstraintError("{}: must be at least {}", Given(keyword, value), least)
+            raise ConstraintError("{}: must be at least {}", OptionValue(keyword, value), least)
 
     return check
 
@@ -241,7 +241,7 @@ def one_of(*names: str, beside: str = "") -> Check:
 
     def check(keyword: str, value: Any) -> None:
         if value not in names:
-            raise ConstraintError("{}: one of {}{}", Given(keyword, value), names, beside)
+            raise ConstraintError("{}: one of {}{}", OptionValue(keyword, value), names, beside)
 
     return check
 

@@ -13,7 +13,7 @@ import msgspec
 from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.tier_placement import HERE, TierPlacement
-from paraplan.ir.option_words import Given, Phrase
+from paraplan.ir.option_words import OptionValue, Phrase
 from paraplan.ir.options import Option, Options, at_least, documented, one_of
 from paraplan.ir.sizes import parse_bytes, say_size
 from paraplan.planner.options.param_pins import parse_param_pin
@@ -285,7 +285,7 @@ def device_budget(cluster: ClusterSpec, constraints: Constraints, group: int | N
         said = "what its devices keep" if given is None else f"a reserve of {say_size(given)}"
         fault = Phrase(
             "{}: {} leaves a plan no device memory ({} are missing); give a smaller reserve, or {} for none",
-            *(cluster.name, said, say_size(-budget), Given("reserve", 0)),
+            *(cluster.name, said, say_size(-budget), OptionValue("reserve", 0)),
         )
         raise InfeasibleError(fault)
     return min(budget, constraints.memory_bytes or budget)

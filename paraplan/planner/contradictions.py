@@ -12,7 +12,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tier_placement import HOST
 from paraplan.ir.machine.tiers import NEAREST
 from paraplan.ir.model.program import HALVES
-from paraplan.ir.option_words import Given, Named, Phrase
+from paraplan.ir.option_words import OptionName, OptionValue, Phrase
 from paraplan.planner.constraints import Constraints
 
 FIRST_PLAN_S = 1.0
@@ -56,29 +56,33 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
         _check_free_pp(c, num_devices)
         return c
     whole, num_devices = num_devices, _stage_devices(c, num_devices)
-    left = Phrase(" that {} leaves a stage of {}", Given("pp", c.pp), whole) if c.pp > 1 else ""
+    left = Phrase(" that {} leaves a stage of {}", OptionValue("pp", c.pp), whole) if c.pp > 1 else ""
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
     if c.sp and (c.tp is None or c.tp < 2):
         raise ConstraintError(
-            "{} needs a tensor-parallel axis to share: give {} of at least 2 as well", Given("sp", True), Named("tp")
+            "{} needs a tensor-parallel axis to share: give {} of at least 2 as well",
+            OptionValue("sp", True),
+            OptionName("tp"),
         )
     if c.cp_mode is not None and c.cp is None:
-        given = Given("cp_mode", c.cp_mode)
-        raise ConstraintError("{} without a context-parallel axis: give {} as well", given, Named("cp"))
+        given = OptionValue("cp_mode", c.cp_mode)
+        raise ConstraintError("{} without a context-parallel axis: give {} as well", given, OptionName("cp"))
     if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
         raise ConstraintError(
-            "{} shards over a data-parallel axis: give {} as well", Given("zero", c.zero), Named("dp")
+            "{} shards over a data-parallel axis: give {} as well", OptionValue("zero", c.zero), OptionName("dp")
         )
     if c.mesh is not None:
         if degrees or c.ep is not None:
             degrees |= {} if c.ep is None else {"ep": c.ep}
             raise ConstraintError(
-                "{} together with {}: give the mesh or the degrees, not both", Given("mesh", c.mesh), _given(degrees)
+                "{} together with {}: give the mesh or the degrees, not both",
+                OptionValue("mesh", c.mesh),
+                _given(degrees),
             )
         product = math.prod(c.mesh)
         if product != num_devices:
             raise ConstraintError(
-                "{} has {} places for {} devices{}", Given("mesh", c.mesh), product, num_devices, left
+                "{} has {} places for {} devices{}", OptionValue("mesh", c.mesh), product, num_devices, left
             )
     product = math.prod(degrees.values())
     if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
@@ -88,18 +92,18 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     for name, size in degrees.items():
         if num_devices % size:
             whose = "the" if left else "the cluster's"
-            given = Given(name, size)
+            given = OptionValue(name, size)
             raise ConstraintError("{} does not divide {} {} devices{}", given, whose, num_devices, left)
     dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(
-            "{} does not divide the {} data-parallel ranks, which share the experts", Given("ep", c.ep), dp
+            "{} does not divide the {} data-parallel ranks, which share the experts", OptionValue("ep", c.ep), dp
         )
     return c
 
 
-def _given(degrees: dict[str, int]) -> tuple[Given, ...]:
-    return tuple(Given(*each) for each in degrees.items())
+def _given(degrees: dict[str, int]) -> tuple[OptionValue, ...]:
+    return tuple(OptionValue(*each) for each in degrees.items())
 
 
 def _check_free_pp(c: Constraints, num_devices: int) -> None:
@@ -107,7 +111,7 @@ def _check_free_pp(c: Constraints, num_devices: int) -> None:
     if c.stages is not None:
         raise ConstraintError(
             "{} without {}: on how many groups of devices they lie is left open; give {} of at least 2 as well",
-            *(Given("stages", c.stages), Named("pp"), Named("pp")),
+            *(OptionValue("stages", c.stages), OptionName("pp"), OptionName("pp")),
         )
     refused: ConstraintError | None = None
     for pp in range(1 if c.schedule is None else 2, num_devices + 1):
@@ -117,7 +121,7 @@ def _check_free_pp(c: Constraints, num_devices: int) -> None:
                 return
             except ConstraintError as fault:
                 refused = refused or fault
-    given = Given("schedule", c.schedule)
+    given = OptionValue("schedule", c.schedule)
     raise refused or ConstraintError("{} is of a pipeline, which one device has no room for", given)
 
 
@@ -151,26 +155,30 @@ def check_reduce_dtype(constraints: Constraints, precision: str) -> None:
         raise ConstraintError(
             "{} says how gradients of half precisions are summed over ranks, and {} sums them as they are; leave it "
             "out, or plan with {}",
-            *(Given("reduce_dtype", given), Given("precision", precision), Given("precision", "bf16")),
+            *(
+                OptionValue("reduce_dtype", given),
+                OptionValue("precision", precision),
+                OptionValue("precision", "bf16"),
+            ),
         )
 
 
 def _check_states(c: Constraints) -> None:
     """Where states are said to be agrees with what else is said of them."""
     by_word = c.offload_states or not any(c.placing)
-    said = Given("offload_states", c.offload_states or "none") if by_word else c.placing.given
+    said = OptionValue("offload_states", c.offload_states or "none") if by_word else c.placing.given
     c.placing.check(c.tiers)
     if c.delayed_update is not None and not any(place.can_be_late for place in c.every_place):
         raise ConstraintError(
             "{}: only what the host updates where its states stay can be late, and with {} there is nothing; give {} "
             "and {}, or {}",
-            *(Given("delayed_update", c.delayed_update), said),
-            *(Given("place_states", HOST), Given("update_on", HOST), Given("offload", NEAREST)),
+            *(OptionValue("delayed_update", c.delayed_update), said),
+            *(OptionValue("place_states", HOST), OptionValue("update_on", HOST), OptionValue("offload", NEAREST)),
         )
     if c.zero in (1, 2) and all(place.params for place in c.places):
         raise ConstraintError(
             "{} with {}: parameters off the device lie as their states do; give {} or 0",
-            *(said, Given("zero", c.zero), Given("zero", 3)),
+            *(said, OptionValue("zero", c.zero), OptionValue("zero", 3)),
         )
 
 
@@ -178,9 +186,9 @@ def _stage_devices(c: Constraints, num_devices: int) -> int:
     """How many devices share a stage, among which the other degrees are."""
     if c.pp is not None and c.pp > 1:
         if num_devices % c.pp:
-            raise ConstraintError("{} does not divide the cluster's {} devices", Given("pp", c.pp), num_devices)
+            raise ConstraintError("{} does not divide the cluster's {} devices", OptionValue("pp", c.pp), num_devices)
         return num_devices // c.pp
     if c.schedule is not None or c.stages is not None:
-        pinned = Given("schedule", c.schedule) if c.schedule is not None else Given("stages", c.stages)
-        raise ConstraintError("{} without a pipeline: give {} of at least 2 as well", pinned, Named("pp"))
+        pinned = OptionValue("schedule", c.schedule) if c.schedule is not None else OptionValue("stages", c.stages)
+        raise ConstraintError("{} without a pipeline: give {} of at least 2 as well", pinned, OptionName("pp"))
     return num_devices

@@ -31,7 +31,7 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.bounding.proving import Bounding, bound_of
 from paraplan.planner.joint.bounding.relaxations import fits_nowhere
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.drafting import Drafting, Effort
+from paraplan.planner.joint.drafting import Drafting, PlanningEffort
 from paraplan.planner.joint.drafting_beside import Drafted, PackedEstimate, drafted_beside, received
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
@@ -225,7 +225,7 @@ class JointSearch:
         """Plan estimated combinations, the most promising first, until no other promises to be faster; whether all that
         were to fit did, or there was no time for others.
         """
-        waiting, in_vain, effort = list(estimates), 0, Effort(len(self.job.program.segments))
+        waiting, in_vain, effort = list(estimates), 0, PlanningEffort(len(self.job.program.segments))
         self._promise.unfit.clear()
         most = max((each.combination.num_actions for each in estimates), default=1)
 

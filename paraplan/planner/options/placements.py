@@ -17,7 +17,7 @@ from typing import NamedTuple
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tier_placement import DEVICE, HOST, PLACEMENTS, TierPlacement, completed
 from paraplan.ir.machine.tiers import NEAREST, TIERS
-from paraplan.ir.option_words import Given
+from paraplan.ir.option_words import OptionValue
 
 ANY = "any"
 """Every place of the device and the tiers that `offload` allows (the nearest where it allows none); either updater."""
@@ -93,17 +93,17 @@ class PlacementChoice(NamedTuple):
         raise ConstraintError("; ".join(["{}: {}", *["{}"] * (len(faults) - 1)]), self.given, *faults)
 
     @property
-    def given(self) -> tuple[Given, ...]:
+    def given(self) -> tuple[OptionValue, ...]:
         """What is said, as options."""
-        return tuple(Given(KEYWORDS[name], said) for name, said in self._asdict().items() if said is not None)
+        return tuple(OptionValue(KEYWORDS[name], said) for name, said in self._asdict().items() if said is not None)
 
 
 KEYWORDS = {"states": "place_states", "params": "place_params", "grads": "place_grads", "update": "update_on"}
 """The option of each field."""
 
 
-def _as_option(field: str, place: str) -> Given:
-    return Given(KEYWORDS[field], place)
+def _as_option(field: str, place: str) -> OptionValue:
+    return OptionValue(KEYWORDS[field], place)
 
 
 def _places(said: str | None, every: Sequence[str]) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def merged(word: str | None, said: PlacementChoice) -> PlacementChoice:
             option = KEYWORDS[name]
             raise ConstraintError(
                 "{} beside {}: that word says {}; give one of them",
-                *(Given("offload_states", word), Given(option, given), Given(option, meant)),
+                *(OptionValue("offload_states", word), OptionValue(option, given), OptionValue(option, meant)),
             )
     return PlacementChoice(*(given if meant is None else meant for meant, given in zip(found, said, strict=True)))
 
@@ -161,4 +161,4 @@ def check_updater(keyword: str, said: str) -> None:
 
 def _check_parts(keyword: str, said: str, known: Sequence[str]) -> None:
     if any(part not in known for part in said.split(",")):
-        raise ConstraintError("{}: one of {}, or several with commas", Given(keyword, said), tuple(known))
+        raise ConstraintError("{}: one of {}, or several with commas", OptionValue(keyword, said), tuple(known))

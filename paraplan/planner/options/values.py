@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.option_words import Given
+from paraplan.ir.option_words import OptionValue
 from paraplan.ir.plan import REDUCE_DTYPES
 from paraplan.planner.options.param_pins import parse_param_pin
 
@@ -91,34 +91,34 @@ def check_mesh(keyword: str, mesh: tuple[int, ...]) -> None:
     if not 1 <= len(mesh) <= MOST_AXES:
         raise ConstraintError(
             "{}: a mesh has 1 to {} axes, not {}; give e.g. {}",
-            *(Given(keyword, mesh), MOST_AXES, len(mesh), Given(keyword, (2, 4))),
+            *(OptionValue(keyword, mesh), MOST_AXES, len(mesh), OptionValue(keyword, (2, 4))),
         )
     if any(size < 1 for size in mesh):
-        raise ConstraintError("{}: every axis must be at least 1", Given(keyword, mesh))
+        raise ConstraintError("{}: every axis must be at least 1", OptionValue(keyword, mesh))
 
 
 def check_zero(keyword: str, zero: int) -> None:
     """A level of ZeRO."""
     if zero not in (0, 1, 2, 3):
-        raise ConstraintError("{}: must be 0, 1, 2 or 3", Given(keyword, zero))
+        raise ConstraintError("{}: must be 0, 1, 2 or 3", OptionValue(keyword, zero))
 
 
 def check_memory(keyword: str, memory_bytes: int) -> None:
     """Some bytes."""
     if memory_bytes <= 0:
-        raise ConstraintError("{}: must be more than 0 bytes", Given(keyword, memory_bytes))
+        raise ConstraintError("{}: must be more than 0 bytes", OptionValue(keyword, memory_bytes))
 
 
 def check_reduce_dtype(keyword: str, dtype: str) -> None:
     """A dtype of sums."""
     if dtype not in REDUCE_DTYPES:
-        raise ConstraintError("{}: one of {}", Given(keyword, dtype), ", ".join(filter(None, REDUCE_DTYPES)))
+        raise ConstraintError("{}: one of {}", OptionValue(keyword, dtype), ", ".join(filter(None, REDUCE_DTYPES)))
 
 
 def check_late(keyword: str, steps: int) -> None:
     """Steps before the first late one."""
     if steps < 0:
-        raise ConstraintError("{}: at least 0 steps come before the first late one", Given(keyword, steps))
+        raise ConstraintError("{}: at least 0 steps come before the first late one", OptionValue(keyword, steps))
 
 
 def check_params(keyword: str, params: dict[str, Any]) -> None:

@@ -192,7 +192,7 @@ class Over(Value, frozen=True, kw_only=True):
     parts: tuple[PartRow, ...]
 
 
-class Difference(Value, frozen=True, kw_only=True):
+class PartDifference(Value, frozen=True, kw_only=True):
     """A part of the step here and in another plan, as of `Breakdown.parts`."""
 
     key: str
@@ -231,7 +231,7 @@ class WhyNot(Value, frozen=True, kw_only=True):
     step_s: float | None = None
     peak_bytes: int = 0
     breakdown: Breakdown | None = None
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[PartDifference, ...] = ()
 
 
 class Diagnosis(Value, frozen=True, kw_only=True):
