@@ -46,9 +46,9 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     """The constraints themselves, when they make sense together.
 
     Raises:
-        ConstraintError: a field that makes no sense by itself, pp that does not divide the devices, a schedule or
-            stages without pp, degrees that do not multiply to the devices, zero without dp, sp without tp, a cp_mode
-            without cp, an ep that does not divide dp, states where they cannot be.
+        ConstraintError: pp that does not divide the devices, a schedule or stages without pp, degrees that do not
+            multiply to the devices, zero without dp, sp without tp, a cp_mode without cp, an ep that does not divide
+            dp, states where they cannot be.
     """
     c = constraints
     _check_states(c)
@@ -58,32 +58,9 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     whole, num_devices = num_devices, _stage_devices(c, num_devices)
     left = Phrase(" that {} leaves a stage of {}", OptionValue("pp", c.pp), whole) if c.pp > 1 else ""
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    if c.sp and (c.tp is None or c.tp < 2):
-        raise ConstraintError(
-            "{} needs a tensor-parallel axis to share: give {} of at least 2 as well",
-            OptionValue("sp", True),
-            OptionName("tp"),
-        )
-    if c.cp_mode is not None and c.cp is None:
-        given = OptionValue("cp_mode", c.cp_mode)
-        raise ConstraintError("{} without a context-parallel axis: give {} as well", given, OptionName("cp"))
-    if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
-        raise ConstraintError(
-            "{} shards over a data-parallel axis: give {} as well", OptionValue("zero", c.zero), OptionName("dp")
-        )
+    _check_axes(c)
     if c.mesh is not None:
-        if degrees or c.ep is not None:
-            degrees |= {} if c.ep is None else {"ep": c.ep}
-            raise ConstraintError(
-                "{} together with {}: give the mesh or the degrees, not both",
-                OptionValue("mesh", c.mesh),
-                _given(degrees),
-            )
-        product = math.prod(c.mesh)
-        if product != num_devices:
-            raise ConstraintError(
-                "{} has {} places for {} devices{}", OptionValue("mesh", c.mesh), product, num_devices, left
-            )
+        _check_mesh(c, degrees, num_devices, left)
     product = math.prod(degrees.values())
     if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
         has = "there are {} devices{}" if left else "the cluster has {} devices{}"
@@ -104,6 +81,40 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
 
 def _given(degrees: dict[str, int]) -> tuple[OptionValue, ...]:
     return tuple(OptionValue(*each) for each in degrees.items())
+
+
+def _check_axes(c: Constraints) -> None:
+    """What is said of an axis, that axis is pinned for."""
+    if c.sp and (c.tp is None or c.tp < 2):
+        raise ConstraintError(
+            "{} needs a tensor-parallel axis to share: give {} of at least 2 as well",
+            OptionValue("sp", True),
+            OptionName("tp"),
+        )
+    if c.cp_mode is not None and c.cp is None:
+        given = OptionValue("cp_mode", c.cp_mode)
+        raise ConstraintError("{} without a context-parallel axis: give {} as well", given, OptionName("cp"))
+    if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
+        raise ConstraintError(
+            "{} shards over a data-parallel axis: give {} as well", OptionValue("zero", c.zero), OptionName("dp")
+        )
+
+
+def _check_mesh(c: Constraints, degrees: dict[str, int], num_devices: int, left: Phrase | str) -> None:
+    """A mesh has a place for every device of a stage, and no degrees beside it."""
+    mesh = c.mesh or ()
+    if degrees or c.ep is not None:
+        degrees = degrees if c.ep is None else degrees | {"ep": c.ep}
+        raise ConstraintError(
+            "{} together with {}: give the mesh or the degrees, not both",
+            OptionValue("mesh", mesh),
+            _given(degrees),
+        )
+    product = math.prod(mesh)
+    if product != num_devices:
+        raise ConstraintError(
+            "{} has {} places for {} devices{}", OptionValue("mesh", mesh), product, num_devices, left
+        )
 
 
 def _check_free_pp(c: Constraints, num_devices: int) -> None:
