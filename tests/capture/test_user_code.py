@@ -423,6 +423,20 @@ def test_whole_numbers_are_drawn_as_they_are(draw: Callable[[], Tensor], mean: f
     assert float(loss) == pytest.approx(mean, abs=within)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.07, 0.29, 0.5, 0.8, 0.99])
+def test_what_is_drawn_of_one_is_one(p: float, dtype: torch.dtype) -> None:
+    def draws(x: Tensor) -> Tensor:
+        drawn = torch.empty(64, 64, dtype=dtype).bernoulli_(p)
+        return 0 * x.sum() + (drawn == 1).float().mean() + 100 * ((drawn != 1) & (drawn != 0)).float().sum()
+
+    model, batch = Written(lambda x: draws(x).sqrt()), {"x": X["x"].float()}
+    model.second = nn.Identity()
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    loss, _, _ = run_step(capture(model, batch), params, {}, batch, 0)
+    assert float(loss) == pytest.approx(p, abs=0.05)
+
+
 def test_uniform_numbers() -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.empty(1000, 1000, dtype=dtype)

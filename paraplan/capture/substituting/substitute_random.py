@@ -125,13 +125,19 @@ def _leaky(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:
 
 
 def _kept(rewriter: Rewriter, node: fx.Node, p: float, like: Tensor) -> fx.Node:
-    """1 with probability p, else 0."""
+    """1 with probability p, else 0; p in an evaluation, as what drops p of it is the identity then."""
     whole = rewriter.call(node, aten.full.default, list(like.shape), p, dtype=like.dtype)
     if p in (0.0, 1.0):
         return whole
     with rewriter.mode:
         value = torch.empty(like.shape, dtype=like.dtype)
-    return rewriter.call(node, autograd.dropout, whole, 1.0 - p, val=value)
+    drawn = rewriter.call(node, autograd.dropout, whole, 1.0 - p, val=value)
+    rate = 1.0 - p
+    if float(torch.full((), p, dtype=like.dtype).mul(1.0 / (1.0 - rate))) == 1.0:
+        return drawn
+    above = rewriter.call(node, aten.gt.Scalar, drawn, (1.0 + p) / 2)  # what is kept is p / p, rounded
+    one = rewriter.call(node, aten.full.default, list(like.shape), 1.0, dtype=like.dtype)
+    return rewriter.call(node, aten.where.self, above, one, drawn)
 
 
 def _bernoulli(rewriter: Rewriter, node: fx.Node, found: Found) -> fx.Node:

@@ -9,7 +9,8 @@ it at least (`relaxations`: computed, waited for, or busy links). Any order of a
                                         compute, c; r: groups of positions
 
 so of all cuts the least is found: of one stage a position by filling positions from the first on up to a limit, which
-covers most; of several by what has to be together at least. And summed over positions,
+covers most; of several by what has to be together at least. What a schedule's own orders take in whatever stages is
+bounded by paths through them (`order_bounds`). And summed over positions,
 
     pp . step >= work(x) + once(x) + again(x) + sum of idle(p)
     pp . budget >= kept(x) + sum over segments of waiting(i) . saved_i(x)
@@ -42,6 +43,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.bounding.cut_bounds import filled_s, shared_s
 from paraplan.planner.joint.bounding.in_flight import Fullest, even_stages, fullest, most_at_once, spread_of, waiting
+from paraplan.planner.joint.bounding.order_bounds import Counts, orders_s, passed
 from paraplan.planner.joint.bounding.relaxations import (
     Activations,
     RelaxedPosition,
@@ -153,6 +155,7 @@ class SpaceBound:
         self._positions: dict[object, RelaxedPosition | None] = {}
         self._least: dict[object, Least] = {}
         self._flying: dict[object, Flying | None] = {}
+        self._passed: dict[object, Counts | None] = {}
 
     def bound_s(self, listed: Sequence[Combination], best_s: float, stop: float) -> float:
         """No combination has a shorter step.
@@ -196,7 +199,10 @@ class SpaceBound:
         def within(each: Combination) -> float:
             return self._fitting_s(each, like(each, alike[self.way(each)]), best_s)
 
-        steps = (at_most, own, within)
+        def in_order(each: Combination) -> float:
+            return self._orders_s(each, like(each, alike[self.way(each)]), stop)
+
+        steps = (at_most, own, in_order, within)
         queue = [(self.combination_s(each, undivided(each)), number, 0) for number, each in enumerate(listed)]
         heapq.heapify(queue)
         while True:
@@ -215,6 +221,20 @@ class SpaceBound:
         if combination.each > 1:
             return max(found_s, m * shared_s(least.each_s, pp))
         return max(found_s, filled_s(least.each_s, _passing_s(combination, least), pp, m))
+
+    def _orders_s(self, combination: Combination, least: Least, stop: float) -> float:
+        """The bound of a combination by the orders of its schedule, in whatever stages; 0.0 where they are too long."""
+        name, pp, count, each = combination.schedule, combination.pp, combination.microbatches, combination.each
+        key, left_s = (name, pp, count, each), stop - time.perf_counter()
+        if key not in self._passed and left_s > 0:
+            self._passed[key] = passed(combination.orders(), left_s)
+        if (counts := self._passed.get(key)) is None:
+            return 0.0
+        first, second = least.backward_s, (0.0,) * len(least.backward_s)
+        if NAMED[name].splits:
+            first = tuple(both - f for both, f in zip(least.round_s, least.forward_s, strict=True))
+            second = tuple(b - i for b, i in zip(least.backward_s, first, strict=True))
+        return orders_s(counts, (least.forward_s, first, second))
 
     def _rounds_s(self, combination: Combination, least: Least) -> float:
         """The bound of a combination by how long a microbatch is in flight, at most so many at once; infinite where its
