@@ -272,7 +272,7 @@ def test_what_cannot_be_late_is_refused() -> None:
     with pytest.raises(ConstraintError, match="delayed_update=-1: at least 0 steps"):
         check_constraints(Constraints(delayed_update=-1, offload="host"), 1)
     for states in ("none", "fetched", "disk", "all"):
-        with pytest.raises(ConstraintError, match=f"with offload_states={states} there is nothing; give place_states="):
+        with pytest.raises(ConstraintError, match=f"with offload_states={states!r} there is nothing; give place_"):
             check_constraints(Constraints(delayed_update=1, offload_states=states), 1)
     with pytest.raises(PlanMismatchError, match="plans with delayed_update cannot share a trainer"):
         check_buckets([plan, plan])

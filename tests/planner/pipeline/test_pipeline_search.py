@@ -172,7 +172,7 @@ def test_degrees_and_schedules_are_searched() -> None:
     four = job_of(program(), 4)
     one = search(four, Constraints(schedule="1f1b", microbatches=4, tp=2), certify=False).plan
     assert (len(one.stages), one.stages[0].mesh.size) == (2, 2)  # one stage has no schedule, four leave no tp=2
-    with pytest.raises(ConstraintError, match="stages=.* without pp"):
+    with pytest.raises(ConstraintError, match=r"stages=.* without pp"):
         search(four, Constraints(pp="auto", stages=((0, 1), (1, 2))))
     with pytest.raises(ConstraintError, match="no schedule 'nothing'"):
         search(job, Constraints(schedule="nothing"))
