@@ -25,7 +25,8 @@ from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
 from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import OPTIMIZERS
-from paraplan.ir.options import check_fields, check_keywords, from_keywords, takes_options, with_keywords
+from paraplan.ir.option_words import OptionName, OptionValue
+from paraplan.ir.options import check_keywords, from_keywords, takes_options, with_keywords
 from paraplan.ir.process.lazy import lazy
 from paraplan.ir.profile import Profile
 from paraplan.jobs.files import Programs, profile_for, read_plan, write_plan
@@ -33,7 +34,7 @@ from paraplan.jobs.run_options import ExecutionKeywords, ExecutionOptions
 from paraplan.jobs.versions import library_versions
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import check_plan
-from paraplan.plan_options import CompileOptions, JobOptions
+from paraplan.plan_options import CompileOptions, JobOptions, check_batch
 from paraplan.planner.constraints import Constraints
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
@@ -325,7 +326,7 @@ def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: C
         asked: how the step is captured.
         pins: pinned choices, which are checked against the cluster.
     """
-    check_fields(asked)
+    check_batch(asked)
     if pins.params:
         _part("check_param_names")(pins, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     _part("check_on_cluster")(pins, spec)
@@ -349,8 +350,9 @@ def _apart(per_microbatch: bool, microbatches: int | None) -> int:
         return 1
     if microbatches is None:
         raise ConstraintError(
-            "per_microbatch makes the number of microbatches part of what is computed, so it is yours to say: give "
-            "microbatches=4 (--microbatches 4) or another divisor of the batch"
+            "{} makes the number of microbatches part of what is computed, so it is yours to say: give {} or another "
+            "divisor of the batch",
+            *(OptionName("per_microbatch"), OptionValue("microbatches", 4)),
         )
     return microbatches
 

@@ -18,13 +18,14 @@ import typer
 
 from paraplan import __version__
 from paraplan.ir.errors import CheckError, ConstraintError, ParaplanError, RuntimeFailure
+from paraplan.ir.option_words import OptionValue
 from paraplan.ir.process.garbage import RARELY
 from paraplan.ir.process.lazy import lazy
 from paraplan.jobs.run_options import RunOptions
 from paraplan.plan_options import JobOptions
 from paraplan.planner.constraints import Constraints
 from paraplan.terminal import cluster_commands, profile_commands
-from paraplan.terminal.command_options import AsJson, ModelName, Settings, parse_pins, with_options
+from paraplan.terminal.command_options import AsJson, ModelName, Settings, flags_of, parse_pins, with_options
 from paraplan.terminal.model_settings import parse_settings
 from paraplan.terminal.output import Progress, out, print_fault, print_json
 
@@ -119,15 +120,18 @@ def _loaded(model: str, settings: list[str] | None, options: Mapping[str, Any], 
     """The model of a name, on meta.
 
     Raises:
-        ConstraintError: `--batch` or `--seq` of a model that says its batch itself.
+        ConstraintError: `--batch` or `--seq` with a model that says its batch itself.
     """
     given = parse_settings(settings or [])
     tell(f"loading {model}")
     made = _part("make_model")(model, given, meta=True)
-    if made.example_inputs is not None and (options["batch"] is not None or options["seq"] is not None):
-        raise ConstraintError(
-            f"{model} brings its own example inputs, which say the batch: leave --batch and --seq out"
-        )
+    for word in ("batch", "seq"):
+        if made.example_inputs is not None and options[word] is not None:
+            raise ConstraintError(
+                "{} beside example_inputs of {}, which say the batch: leave it out",
+                OptionValue(word, options[word]),
+                model,
+            )
     return made
 
 
@@ -295,7 +299,7 @@ def main() -> None:
         if debug or ("RANK" in os.environ and isinstance(fault, RuntimeFailure)):
             raise
         if os.environ.get("RANK", "0") == "0":
-            print_fault(fault)
+            print_fault(fault, flags_of(Constraints, JobOptions, RunOptions))
         sys.exit(1 if isinstance(fault, CheckError) else 2)
 
 

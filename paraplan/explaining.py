@@ -22,6 +22,7 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.alternatives.replan import Alternative, WithMore, alternative, constraints_of, with_more_memory
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.report.diagnosis.faster import faster
+from paraplan.report.diagnosis.html import ShownDiagnosis
 from paraplan.report.diagnosis.memory_use import (
     AWAY,
     RECOMPUTATION,
@@ -39,9 +40,9 @@ from paraplan.report.diagnosis.records import (
     TOO_LARGE,
     Breakdown,
     Diagnosis,
-    Difference,
     MoreMemory,
     Over,
+    PartDifference,
     WhyNot,
 )
 from paraplan.report.diagnosis.step_parts import breakdowns, critical
@@ -87,7 +88,7 @@ def explain(
     binding = critical(data, made.programs, made.simulation, positions)
     other = None if why_not is None else alternative(data, why_not, time_limit_s, tell)
     more = with_more_memory(data, EXTRA_BYTES, time_limit_s, tell) if time_limit_s > 0 else None
-    return Diagnosis(
+    return ShownDiagnosis(
         title=f"{data.model.display} on {data.cluster.name}",
         plan=plan_words(data),
         step_s=made.simulation.step_s,
@@ -169,7 +170,7 @@ def _why_not(binding: Breakdown, other: Alternative, asked: Mapping[str, Any], b
     there = critical(made.plan, made.programs, made.simulation, positions)
     longer = there.step_s - binding.step_s
     keys = dict.fromkeys(part.key for part in (*binding.parts, *there.parts))
-    differences = [Difference(key=key, here_s=binding.of(key), there_s=there.of(key)) for key in keys]
+    differences = [PartDifference(key=key, here_s=binding.of(key), there_s=there.of(key)) for key in keys]
     return msgspec.structs.replace(
         said,
         verdict=AS_FAST if abs(longer) <= ALIKE * binding.step_s else SLOWER if longer > 0 else FASTER,

@@ -36,7 +36,6 @@ from paraplan.kernels.dtypes import dtype_name
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.plan_options import CaptureOptions, FitKeywords, FitOptions
-from paraplan.planner.contradictions import check_time_limit
 from paraplan.planner.memory.plan_memory import MemoryLimits
 from paraplan.planner.memory.problem import Tier
 from paraplan.planner.memory.single_device import least_words, memory_problem, memory_tiers, schedule_memory
@@ -96,7 +95,6 @@ def fit(
     model = model.unfitted if isinstance(model, FittedModule) else model
     inputs = _inputs(example_inputs)
     _, device = _precision(model)
-    _check_options(asked)
     spec = as_cluster(asked.cluster) if asked.cluster is not None else _here(device)
     casts = ambient_autocast(device)
     tensors, fixed = name_inputs(model, inputs)
@@ -111,18 +109,6 @@ def fit(
         call = ModelCall.of(Made(model, inputs, asked.loss_fn), plan.data.program, asked.loss, casts)
         fitted.check_first(FirstSteps(call, int(asked.check), asked.progress or (lambda text: None)))
     return fitted
-
-
-def _check_options(asked: FitOptions) -> None:
-    """Refuse what no step can be checked or counted by, and a time limit that is none."""
-    check_time_limit(asked.time_limit_s)
-    if not isinstance(asked.check, int):
-        raise ConstraintError(f"check={asked.check!r}: True for the first step, or a number of steps")
-    if not isinstance(asked.optimizer, str):
-        raise ConstraintError(
-            f"optimizer={type(asked.optimizer).__name__}: say by name whose states count: sgd, momentum, nesterov, "
-            "adam, adamw, or with weight_decay sgd+decay, adam+decay; the optimizer itself stays yours"
-        )
 
 
 def _captured(model: nn.Module, inputs: Any, spec: ClusterSpec, asked: FitOptions) -> tuple[Plan, Returned]:

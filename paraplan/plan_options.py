@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -9,24 +10,40 @@ from typing import Annotated, Any, TypedDict
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.optimizer import OPTIMIZERS
-from paraplan.ir.options import Option, Options, documented
-from paraplan.planner.constraints import MODEL, ConstraintKeywords
+from paraplan.ir.option_words import OptionValue
+from paraplan.ir.options import Option, Options, at_least, documented, one_of
+from paraplan.planner.constraints import MODEL
+from paraplan.planner.options.keywords import ConstraintKeywords
 
 PLANNING = "Planning"
+_TIME_LIMIT = "a number of seconds, or 0 for the first plan that fits"
 LossChoice = str | Sequence[str] | Mapping[str, float] | None
 
 
 def _as_names(dynamic: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(dynamic, str):
+        raise TypeError
     return tuple(dynamic)
+
+
+def _as_inputs(example_inputs: Mapping[str, Any] | Sequence[object] | None) -> Any:
+    """Inputs by name or in order; a tensor is the only one."""
+    alone = hasattr(example_inputs, "shape") and not isinstance(example_inputs, Mapping | Sequence)
+    return (example_inputs,) if alone else example_inputs
 
 
 def _as_dims(batch_dims: Mapping[str, int | None]) -> dict[str, int | None] | None:
     return dict(batch_dims) or None
 
 
-def _check_optimizer(keyword: str, name: str) -> None:
-    if name not in OPTIMIZERS:
-        raise ConstraintError(f"{keyword} {name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+def _check_time_limit(keyword: str, seconds: float) -> None:
+    if not 0 <= seconds < math.inf:
+        raise ConstraintError("{}: give {}", OptionValue(keyword, seconds), _TIME_LIMIT)
+
+
+def _check_above_zero(keyword: str, seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise ConstraintError("{}: give a number of seconds above 0", OptionValue(keyword, seconds))
 
 
 class CaptureOptions(Options, frozen=True, kw_only=True):
@@ -47,10 +64,19 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             "",
             "where the model (or loss_fn) returns several scalars, which to train on: a name, names, weights by name "
             '(their weighted sum), or "sum" for all of them; `Trainer.metrics` then has each.',
+            wanted="the name of a scalar, names, weights by name, or 'sum'",
+            example="sum",
         ),
     ] = None
     batch_dims: Annotated[
-        dict[str, int | None] | None, Option("", "the batch dim of each input; dim 0 by default.", convert=_as_dims)
+        dict[str, int | None] | None,
+        Option(
+            "",
+            "the batch dim of each input; dim 0 by default.",
+            convert=_as_dims,
+            wanted="the batch dim of inputs by their names",
+            example={"x": 1},
+        ),
     ] = None
     optimizer: Annotated[
         str,
@@ -58,7 +84,9 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             "sgd, momentum, nesterov, adam, adamw; sgd+decay ...",
             "what keeps states: sgd, momentum, nesterov, adam, adamw; with weight_decay sgd+decay, adam+decay ...",
             MODEL,
-            check=_check_optimizer,
+            check=one_of(*OPTIMIZERS),
+            wanted="the name of one whose states count (the optimizer itself stays yours)",
+            example="adamw",
         ),
     ] = "adamw"
     accumulate: Annotated[
@@ -77,6 +105,8 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             MODEL,
             metavar="NAME",
             convert=_as_names,
+            wanted="names of attributes",
+            example=("tau",),
         ),
     ] = ()
     progress: Annotated[Callable[[str], None] | None, Option("", "told what is being done.")] = None
@@ -104,6 +134,8 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
             "",
             "one global batch, by forward's parameter names or in their order; left out for Hugging Face models, whose "
             "batch is then [batch, seq] tokens.",
+            convert=_as_inputs,
+            wanted="one batch, by the names of forward's parameters or in their order",
         ),
     ] = None
     batch: Annotated[
@@ -112,6 +144,7 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
             "Sequences of the global batch (hf: models; default 8).",
             "rows of the batch made for Hugging Face models; left out, 8.",
             MODEL,
+            check=at_least(1),
         ),
     ] = None
     seq: Annotated[
@@ -120,6 +153,7 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
             "Tokens of a sequence (hf: models; default 128).",
             "tokens of its sequences; left out, 128, or what the model has positions for.",
             MODEL,
+            check=at_least(1),
         ),
     ] = None
     precision: Annotated[
@@ -150,6 +184,8 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
             PLANNING,
             flag="time-limit",
             metavar="SECONDS",
+            check=_check_time_limit,
+            wanted=_TIME_LIMIT,
         ),
     ] = 60.0
     strategy: Annotated[
@@ -184,6 +220,19 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
     ] = False
 
 
+def check_batch(asked: JobOptions) -> None:
+    """Refuse sizes of a batch that is given.
+
+    Raises:
+        ConstraintError: names the size.
+    """
+    for word, value in (("batch", asked.batch), ("seq", asked.seq)):
+        if value is not None and asked.example_inputs is not None:
+            raise ConstraintError(
+                "{} beside example_inputs, which say the batch: leave it out", OptionValue(word, value)
+            )
+
+
 class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):
     """The keywords of `compile`: of `Constraints` and `JobOptions`."""
 
@@ -202,7 +251,9 @@ class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):
 class FitOptions(CaptureOptions, frozen=True, kw_only=True):
     """How a model is fitted into a memory budget."""
 
-    microbatches: Annotated[int, Option("", "how many parts a batch is worked on in, one after another.")] = 1
+    microbatches: Annotated[
+        int, Option("", "how many parts a batch is worked on in, one after another.", check=at_least(1))
+    ] = 1
     offload: Annotated[
         bool,
         Option(
@@ -210,12 +261,14 @@ class FitOptions(CaptureOptions, frozen=True, kw_only=True):
             "whether tensors may wait in the host's memory, where copying them costs less than making them again.",
         ),
     ] = False
-    time_limit_s: Annotated[float, Option("", "seconds for planning.")] = 30.0
+    time_limit_s: Annotated[float, Option("", "seconds for planning.", check=_check_above_zero)] = 30.0
     cluster: Annotated[
         ClusterSpec | str | None,
         Option(
             "",
             "one device whose rates decide what is cheap to execute again; the model's own, if left out.",
+            wanted="a ClusterSpec, a file's name or a catalog name",
+            example="1xH100",
         ),
     ] = None
     seed: Annotated[int | None, Option("", "of dropout; torch's generator decides if left out.")] = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import paraplan
@@ -65,7 +66,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "report": ("ir", "rules", "lowering", "cost_models"),
     "jobs": ("ir", "rules", "lowering", "kernels", "capture", "cost_models", "runtime", "codegen"),
-    "plan_options": ("ir", "planner.constraints"),
+    "plan_options": ("ir", "planner.constraints", "planner.options.keywords"),
     "api": (*BELOW_THE_API, "baselines"),
     "fitting": (*BELOW_THE_API, "kernels.dtypes", "api"),
     "explaining": ("ir", "cost_models.realised_plan", "planner", "report", "api"),
@@ -486,6 +487,55 @@ def test_package_keeps_the_rule(rule: Callable[[Module], Iterator[str]]) -> None
 def test_scripts_stay_short(folder: str, rule: Callable[[Module], Iterator[str]]) -> None:
     breaches = [f"{folder}/{breach}" for module in modules_under(folder) for breach in rule(module)]
     assert not breaches, "\n".join(["", *breaches])
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """But for a plan, which users have with what it does, and files without."""
+    defined = Counter(
+        node.name
+        for module in modules_under("paraplan")
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in defined.items() if count > 1] == ["Plan"]
+
+
+def test_no_file_comes_back_to_itself() -> None:
+    """By imports of any kind, those for type checkers and those by name on first use as well; the package itself names
+    what it gives, of which some ask it for its version."""
+    files = {
+        ".".join(("paraplan", *Path(each.path).with_suffix("").parts)).removesuffix(".__init__"): each
+        for each in modules_under("paraplan")
+        if each.room
+    }
+    imports = nx.DiGraph()
+    for name, module in files.items():
+        for _, imported in module.imports:
+            at = imported
+            while at and at not in files:
+                at = at.rpartition(".")[0]
+            if at and at != name and (module.path, imported) not in NAMED_ONLY:
+                imports.add_edge(name, at)
+    assert not [sorted(each) for each in nx.strongly_connected_components(imports) if len(each) > 1]
+
+
+HOUSE = (ROOT / "docs" / "design" / "house.md").read_text()
+
+
+def test_the_page_on_the_house_has_the_floors() -> None:
+    """Its table row by row, and every arrow of its diagram."""
+    told = {}
+    for line in HOUSE.splitlines():
+        if line.startswith("| `"):
+            room, *_, floors = (cell.strip() for cell in line.strip("|").split("|"))
+            told[room.strip("`").removesuffix("/").removesuffix(".py")] = set(re.findall(r"`([^`]+)`", floors))
+    assert told == {room: set(floors) for room, floors in FLOORS.items() if room}
+    found = re.findall(r"^ +([\w &]+) --> ([\w &]+)$", HOUSE, re.MULTILINE)
+    arrows = [(one, other) for left, right in found for one in left.split(" & ") for other in right.split(" & ")]
+    drawn = nx.transitive_closure(nx.DiGraph(arrows))
+    allowed = {(room, floor.split(".")[0]) for room, floors in FLOORS.items() for floor in floors}
+    assert set(arrows) <= allowed
+    assert {(a, b) for a, b in allowed if {a, b} <= set(drawn)} <= set(drawn.edges)
 
 
 def test_no_test_imports_another() -> None:

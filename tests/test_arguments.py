@@ -101,7 +101,7 @@ def test_arguments(plan: Plan, tmp_path: Path) -> None:
         (lambda: paraplan.register_rule(3, 4), ConstraintError, "given: 3, 4"),  # type: ignore[arg-type]
         (compiled(microbatches="2"), ConstraintError, "microbatches='2'"),
         (compiled(mesh="2"), ConstraintError, "mesh=.*'2'"),
-        (compiled(params={"nope": "shard"}), ConstraintError, "'nope', which the model does not have.*layer.weight"),
+        (compiled(params={"nope": "R/R/R"}), ConstraintError, "'nope', which the model does not have.*layer.weight"),
         (compiled(params={"layer.weight": "shard"}), ConstraintError, "'shard': give stored/grad/state"),
         (compiled(batch_dims={"x": 7}), CaptureError, r"batch_dims=.*'x': 7"),
         (lambda: paraplan.fit(Net(), BATCH, "1MiB", check="yes"), ConstraintError, "check='yes'"),  # type: ignore[arg-type]

@@ -286,7 +286,7 @@ def test_what_fit_refuses_at_once() -> None:
     images = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
     for model, options, said in (
         (images, {}, "0.weight is not contiguous"),
-        (made(), {"optimizer": torch.optim.AdamW}, "say by name whose states count"),
+        (made(), {"optimizer": torch.optim.AdamW}, "whose states count"),
         (len, {}, "takes an nn.Module"),
         (torch.jit.script(nn.Linear(2, 2)), {}, "was scripted"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,12 +21,11 @@ from typer.main import get_command
 import paraplan
 from paraplan import cli
 from paraplan.api import Buckets, Plan
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.errors import ConstraintError, InvalidPlanError
 from paraplan.ir.options import (
     Option,
     Options,
     at_least,
-    check_fields,
     check_keywords,
     fields_of,
     from_keywords,
@@ -34,8 +34,10 @@ from paraplan.ir.options import (
 )
 from paraplan.jobs.run_options import ExecutionKeywords, ExecutionOptions, RunOptions
 from paraplan.plan_options import CompileOptions, FitKeywords, FitOptions, JobOptions
-from paraplan.planner.constraints import ConstraintKeywords, Constraints
-from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.alternatives.filed_pins import constraints_from
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.options.keywords import ConstraintKeywords
+from paraplan.planner.options.values import OFFLOAD
 from paraplan.terminal.command_options import with_options
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +140,7 @@ def test_one_field_more_is_an_option_everywhere() -> None:
     assert (seen["max_stages"], seen["dp"], seen["name"], seen["last"]) == (4, 2, "x", True)
     assert seen["overlap"] == 1 and seen["reduce_dtype"] is None
     with pytest.raises(ConstraintError, match="max_stages=0: must be at least 1"):
-        check_fields(planned(max_stages=0))
+        planned(max_stages=0)
     with pytest.raises(TypeError, match=r"planned\(\) has no option 'max_stage'; did you mean max_stages"):
         planned(max_stage=3)
 
@@ -149,14 +151,73 @@ def test_values_are_converted_and_checked_by_their_fields() -> None:
     assert keywords_of(given) == {"mesh": (2, 4), "memory": 1 << 30, "delayed_update": 40}
     assert msgspec.structs.replace(given, stages=[[0, 2], [2, 4]]).stages == ((0, 2), (2, 4))
     for pins, message in (
-        ({"tp": "2"}, "tp='2': give a whole number, not a str"),
+        ({"tp": "2"}, "tp='2': give a whole number"),
         ({"stages": [(0, 1, 2)]}, "give the segments"),
         ({"pp": 0}, "pp=0: must be at least 1"),
         ({"memory": 0}, "memory=0: must be more than 0 bytes"),
-        ({"offload": "tape"}, "offload=tape: one of none, host, disk"),
+        ({"offload": "tape"}, f"offload='tape': one of {', '.join(OFFLOAD)}"),
     ):
         with pytest.raises(ConstraintError, match=message):
-            check_constraints(from_keywords(Constraints, pins), 4)
+            from_keywords(Constraints, pins)
+
+
+KINDS = (Constraints, JobOptions, FitOptions, ExecutionOptions, RunOptions)
+VALUES: tuple[Any, ...] = (
+    *(object(), b"x", 1j, True, False, -3, 0, 1, 2, 10**30, -0.5, 1.5, float("nan"), float("inf"), "", "x", "2", "nan"),
+    *((), [], {}, (2,), (1, 1, 1, 2), (0, -1), (2.0,), ("a",), [[]], ((0, 1),), ((0, "a"),), ((0, 1, 2),), (None,)),
+    *({"a": "x"}, {"a": 3}, {3: "R"}, {"a": None}, {None: 1}, {"w": "R/R/R"}, [("w", "R/R/R")], "none", "auto", "host"),
+)
+
+
+@pytest.mark.parametrize(("kind", "word"), [(kind, word) for kind in KINDS for word in fields_of(kind)])
+def test_every_value_is_of_its_type_or_refused_by_name(kind: type[Options], word: str) -> None:
+    """By keyword and as a struct alike; and the pins of a file are what was pinned."""
+    field, refused = fields_of(kind)[word], 0
+    for value in VALUES:
+        try:
+            made = kind(**{field.name: value})
+        except ConstraintError as fault:
+            assert str(fault).startswith(word) and len(str(fault)) > len(f"{word}={value!r}: "), fault
+            with pytest.raises(ConstraintError) as by_keyword:
+                from_keywords(kind, {word: value})
+            assert str(by_keyword.value) == str(fault)
+            refused += 1
+            continue
+        assert from_keywords(kind, {word: value}) == made
+        if isinstance(made, Constraints):
+            assert constraints_from(json.loads(json.dumps(made.as_data))) == made
+    assert refused > len(VALUES) / 3
+    assert getattr(kind(**{field.name: None}), field.name) == field.default
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"compiled": "no"}, "compiled='no': give True or False"),
+        ({"tp": 2, "sp": "no"}, "sp='no': give True or False"),
+        ({"accumulate": 1}, "accumulate=1: give True or False"),
+        ({"delayed_update": 1.5}, "delayed_update=1.5: give a number of steps"),
+        ({"memory": 1.5}, "memory=1.5: give bytes"),
+        ({"reserve": "x"}, "reserve='x': give bytes"),
+        ({"mesh": ()}, r"mesh=\(\): a mesh has 1 to 3 axes, not 0"),
+        ({"mesh": (1, 1, 1, 2)}, r"mesh=\(1, 1, 1, 2\): a mesh has 1 to 3 axes, not 4"),
+        ({"params": "device"}, r"params='device': .*stored is place_params\), e.g. params=\{"),
+        ({"dynamic": "tau"}, "dynamic='tau': give names of attributes"),
+        ({"batch": 4}, "batch=4 beside example_inputs"),
+        ({"place_params": "host", "place_states": "device"}, "give place_states='host', or place_params='device'"),
+    ],
+)
+def test_calls_are_refused_in_words_that_work(pins: Any, message: str) -> None:
+    with pytest.raises(ConstraintError, match=message):
+        paraplan.compile(Net(), "local:2", example_inputs={"x": torch.zeros(8, 8)}, **pins)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"sp": "no"}, {"dp": 0}, {"dp": "2"}, {"mesh": [1, 1, 1, 2]}, {"delayed_update": 1.5}]
+)
+def test_pins_of_a_file_are_checked_as_calls_are(pins: dict[str, Any]) -> None:
+    with pytest.raises(InvalidPlanError, match="the plan's pins are none"):
+        constraints_from(pins)
 
 
 def test_constraints_and_keywords_are_joined_or_refused() -> None:
@@ -169,7 +230,7 @@ def test_constraints_and_keywords_are_joined_or_refused() -> None:
         paraplan.compile(Net(), "local:2", constraints=Constraints(memory_bytes=5), memory="1GiB")
     with pytest.raises(TypeError, match=r"\{'tp': 2\} is a dict; give a Constraints"):
         paraplan.compile(Net(), "local:2", constraints={"tp": 2})  # type: ignore[arg-type]
-    with pytest.raises(ConstraintError, match="optimizer 'lion' is unknown; choose one of sgd"):
+    with pytest.raises(ConstraintError, match="optimizer='lion': one of sgd"):
         paraplan.compile(Net(), "local:2", optimizer="lion")
     with pytest.raises(TypeError, match=r"compile\(\) has no option 'memry'; did you mean memory\?"):
         paraplan.compile(Net(), "local:2", memry="1GiB")  # type: ignore[call-arg]

@@ -14,7 +14,8 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import PRESETS, Constraints
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.options.values import PRESETS
 from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.schedules.complete import complete

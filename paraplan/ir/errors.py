@@ -8,9 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paraplan.ir.option_words import PYTHON, Flags, Phrase
+
 
 class ParaplanError(Exception):
-    """Base of every error a user can meet."""
+    """Base of every error a user can meet.
+
+    Args:
+        message: what is known. Where parts follow, each `{}` stands for the next of them (`option_words.Phrase`).
+        parts: such as options, which Python and the command line write differently; other errors.
+    """
+
+    def __init__(self, message: str | Phrase = "", *parts: object) -> None:
+        super().__init__(message, *parts)
+
+    def __str__(self) -> str:
+        return self.written(PYTHON)
+
+    def written(self, flags: Flags) -> str:
+        """The message in the words of an interface."""
+        message, *parts = self.args or ("",)
+        return message.written(flags) if isinstance(message, Phrase) else Phrase(str(message), *parts).written(flags)
 
 
 class CaptureError(ParaplanError):
@@ -56,7 +74,7 @@ class NoPlanError(ParaplanError):
         explain: finds out more, and gives the whole message.
     """
 
-    def __init__(self, message: str, explain: Callable[[], str] | None = None) -> None:
+    def __init__(self, message: str | Phrase, explain: Callable[[], str] | None = None) -> None:
         super().__init__(message)
         self._explain = explain
 
@@ -73,7 +91,7 @@ class InfeasibleError(NoPlanError):
 
 
 class SolverLimitError(NoPlanError):
-    """Not proved: the time limit passed before any plan was found."""
+    """Not proved: what was tried, in the time there was, did not fit."""
 
 
 class InvalidPlanError(ParaplanError):

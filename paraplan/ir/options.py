@@ -2,21 +2,27 @@
 
 A field is `name: Annotated[type, Option(help, doc, ...)] = default`. From it follow the struct's field, the keyword of
 the functions that take it, its line in their reference, its checks, and the option of `paraplan` commands
-(`terminal.command_options`).
+(`terminal.command_options`). A struct is checked as it is made, so one that exists has values of its types that make
+sense one by one, however they were given.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import textwrap
+from collections import abc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.option_words import OptionValue
 from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 
@@ -35,9 +41,12 @@ class Option:
         keyword: its name as an argument of functions, where that is not the field's.
         flag: its name on the command line, where that is not the keyword's.
         metavar: how the command line shows its value.
-        parse: a text of the command line as a value.
-        convert: a value as callers give it as one of the field's type; what is of that type stays as it is.
+        parse: a text of the command line as a value; a text it cannot read stays one, and is refused as such.
+        convert: a value as callers give it as one of the field's type; what is of that type stays as it is, and what
+            it cannot convert raises a TypeError, ValueError or ConstraintError.
         check: refuses values that make no sense whatever the other options are.
+        wanted: what a value is, for the message that refuses one of another type; "": as the type says.
+        example: a value to show there.
     """
 
     help: str
@@ -49,6 +58,8 @@ class Option:
     parse: Callable[[str], Any] | None = None
     convert: Callable[[Any], Any] | None = None
     check: Check | None = None
+    wanted: str = ""
+    example: Any = None
 
     @property
     def reference(self) -> str:
@@ -67,13 +78,20 @@ class OptionField(NamedTuple):
 
 
 class Options(Value, frozen=True, kw_only=True):
-    """A struct whose fields are options, converted when it is made."""
+    """A struct whose fields are options, converted and checked when it is made; None stands for a default.
+
+    Raises:
+        ConstraintError: a value is of another type, or makes no sense whatever the others are; names the option.
+    """
 
     def __post_init__(self) -> None:
         for field in fields_of(type(self)).values():
-            value = getattr(self, field.name)
-            if field.option.convert is not None and value is not None:
-                msgspec.structs.force_setattr(self, field.name, field.option.convert(value))
+            given = getattr(self, field.name)
+            value = field.default if given is None else _converted(field, given)
+            if value is not given:
+                msgspec.structs.force_setattr(self, field.name, value)
+            if value is not field.default and value is not None and field.option.check is not None:
+                field.option.check(field.keyword, value)
 
 
 O = TypeVar("O", bound=Options)
@@ -93,16 +111,59 @@ def fields_of(kind: type[Options]) -> dict[str, OptionField]:
     return found
 
 
-def check_fields(options: Options) -> None:
-    """Check every field by itself.
+def _converted(field: OptionField, given: Any) -> Any:
+    """A value as one of the field's type.
 
     Raises:
-        ConstraintError: a value makes no sense.
+        ConstraintError: it is none.
     """
-    for field in fields_of(type(options)).values():
-        value = getattr(options, field.name)
-        if field.option.check is not None and (value is not None or field.default is not None):
-            field.option.check(field.keyword, value)
+    option, value = field.option, given
+    try:
+        value = given if option.convert is None else option.convert(given)
+    except (TypeError, ValueError, ConstraintError):
+        value = NotImplemented
+    if _is_of(value, field.type):
+        return value
+    wanted = option.wanted or _said_of(field.type)
+    if option.example is None:
+        raise ConstraintError("{}: give {}", OptionValue(field.keyword, given), wanted)
+    example = OptionValue(field.keyword, option.example)
+    raise ConstraintError("{}: give {}, e.g. {}", OptionValue(field.keyword, given), wanted, example)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type as fields have them; True and False are no numbers, and nan is none."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any or kind is object:
+        return True
+    if origin in (Union, UnionType):
+        return any(_is_of(value, each) for each in args)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = args[:1] * len(value) if args[-1] is ... else args
+        return len(kinds) == len(value) and all(map(_is_of, value, kinds))
+    if origin in (dict, abc.Mapping):
+        return isinstance(value, origin) and all(_is_of(k, args[0]) and _is_of(v, args[1]) for k, v in value.items())
+    if origin is abc.Sequence:
+        return isinstance(value, abc.Sequence) and not isinstance(value, str) and all(_is_of(v, args[0]) for v in value)
+    if origin is abc.Callable:
+        return callable(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, kind)
+
+
+_SAID = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+"""What a value of a type is called."""
+
+
+def _said_of(kind: Any) -> str:
+    """What a value of a field's type is called."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return " or ".join(_SAID.get(each, "a function") for each in kinds if each is not NoneType)
 
 
 def check_keywords(function: str, given: Mapping[str, Any], *kinds: type[Options]) -> None:
@@ -165,23 +226,12 @@ def with_keywords(kind: type[O], options: O | None, given: Mapping[str, Any]) ->
     return {**given, **said}
 
 
-def check_whole(keyword: str, value: Any) -> None:
-    """Refuse what is no whole number.
-
-    Raises:
-        ConstraintError: it is of another type.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConstraintError(f"{keyword}={value!r}: give a whole number, not a {type(value).__name__}")
-
-
-def at_least(least: int) -> Check:
-    """Whole numbers from one on."""
+def at_least(least: float) -> Check:
+    """Numbers from one on."""
 
     def check(keyword: str, value: Any) -> None:
-        check_whole(keyword, value)
         if value < least:
-            raise ConstraintError(f"{keyword}={value}: must be at least {least}")
+            raise ConstraintError("{}: must be at least {}", OptionValue(keyword, value), least)
 
     return check
 
@@ -191,7 +241,7 @@ def one_of(*names: str, beside: str = "") -> Check:
 
     def check(keyword: str, value: Any) -> None:
         if value not in names:
-            raise ConstraintError(f"{keyword}={value}: one of {', '.join(names)}{beside}")
+            raise ConstraintError("{}: one of {}{}", OptionValue(keyword, value), names, beside)
 
     return check
 

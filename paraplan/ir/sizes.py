@@ -28,8 +28,8 @@ def parse_bytes(text: int | str) -> int:
     Raises:
         ConstraintError: no such size.
     """
-    match = _SIZE.match(str(text).strip())
-    if match is None:
+    match = _SIZE.match(str(text).strip()) if isinstance(text, int | str) else None
+    if match is None or ("." in match[1] and match[2] in (None, "B")):
         raise ConstraintError(f"{text!r} is no size in bytes; write e.g. 2GiB, 512MiB or 1000000")
     return int(float(match[1]) * _UNITS[match[2] or "B"])
 

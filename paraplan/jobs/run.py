@@ -55,6 +55,7 @@ class RunResult:
         step_s: median time of a step, the first and the recorded one left out where others remain.
         predicted_peak_bytes: the plan's, of the rank with the most.
         measured_peak_bytes: per rank.
+        undeclared: per rank, the op that allocates most inside beyond what its rule says; "": none does.
         entries_equal: whether every rank did exactly what was predicted.
         entries_difference: the first difference.
         errors: of the check; None where there was none.
@@ -66,6 +67,7 @@ class RunResult:
     step_s: float = 0.0
     predicted_peak_bytes: int = 0
     measured_peak_bytes: list[int] = field(default_factory=list)
+    undeclared: list[str] = field(default_factory=list)
     entries_equal: bool = True
     entries_difference: str = ""
     errors: LargestErrors | None = None
@@ -254,13 +256,37 @@ class _Training:
 
 def peak_failure(predicted: Sequence[int], result: RunResult) -> str:
     """Which rank needed more memory than predicted for it, beyond `PEAK_TOLERANCE`; "" where none did."""
-    for rank, (most, measured) in enumerate(zip(predicted, result.measured_peak_bytes, strict=True)):
+    ranks = zip(predicted, result.measured_peak_bytes, result.undeclared, strict=True)
+    for rank, (most, measured, undeclared) in enumerate(ranks):
         if measured > (1 + PEAK_TOLERANCE) * most:
+            why = undeclared or "the plan's prediction is not that of its program: plan again"
             return (
                 f"rank {rank} had {measured} bytes at its peak of memory, {most} were predicted (at most "
-                f"{PEAK_TOLERANCE:.0%} more); the plan's prediction is not that of its program: plan again"
+                f"{PEAK_TOLERANCE:.0%} more); {why}"
             )
     return ""
+
+
+def undeclared_workspace(program: RankProgram, workspaces: Mapping[tuple[str, int], int]) -> str:
+    """The op that was seen to allocate most inside beyond what its instruction says; "" where none does.
+
+    Args:
+        program: of the rank.
+        workspaces: (block, instruction) -> bytes it was seen to make and drop inside.
+    """
+    over = {
+        place: seen - program.blocks[place[0]].instrs[place[1]].workspace_bytes
+        for place, seen in workspaces.items()
+        if place[0] in program.blocks and place[1] >= 0
+    }
+    place = max(over, key=lambda each: over[each], default=None)
+    if place is None or over[place] <= 0:
+        return ""
+    instr = program.blocks[place[0]].instrs[place[1]]
+    return (
+        f"{instr.target} ({place[0]}[{place[1]}]) allocates {workspaces[place]} bytes inside and its rule says "
+        f"{instr.workspace_bytes}: give the rule a workspace that says what its kernel does"
+    )
 
 
 def recorded_step(plan: Plan, steps: int) -> int:
@@ -337,12 +363,13 @@ def account(trainer: Trainer, programs: Sequence[RankProgram], result: RunResult
             break
     if not difference and len(wanted) != len(found):
         difference = f"rank {trainer.rank}: {len(wanted)} entries predicted, {len(found)} recorded"
-    mine = (trainer.peak_bytes, difference)
-    everyone: list[tuple[int, str]] = [mine]
+    mine = (trainer.peak_bytes, difference, undeclared_workspace(program, trainer.state.executor.account.workspaces))
+    everyone: list[tuple[int, str, str]] = [mine]
     if dist.is_initialized():
-        gathered: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+        gathered: list[tuple[int, str, str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
         everyone = [each for each in gathered if each is not None]
-    result.measured_peak_bytes = [peak for peak, _ in everyone]
-    result.entries_difference = next((text for _, text in everyone if text), "")
+    result.measured_peak_bytes = [peak for peak, *_ in everyone]
+    result.undeclared = [undeclared for *_, undeclared in everyone]
+    result.entries_difference = next((text for _, text, _ in everyone if text), "")
     result.entries_equal = not result.entries_difference

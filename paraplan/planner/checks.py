@@ -8,9 +8,10 @@ from paraplan.cost_models.machine.catalog import devices_with
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.tensor import FLOATS8
+from paraplan.ir.option_words import OptionValue
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.placements import ANY, ANYWHERE, ON_DEVICE
+from paraplan.planner.options.placements import ANY, ANYWHERE, ON_DEVICE
 
 
 def with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple[str, ...]]:
@@ -46,9 +47,10 @@ def check_rates(job: Job) -> None:
     for dtype, group in itertools.product(eight, job.cluster.groups):
         if dtype not in group.device.flops_per_s:
             raise ConstraintError(
-                f"precision='fp8' multiplies in {dtype}, for which {group.device.kind} has no rate (it has "
-                f"{', '.join(group.device.flops_per_s)}); plan with precision='bf16', or for a device that has one: "
-                f"{', '.join(devices_with(dtype))}"
+                "{} multiplies in {}, for which {} has no rate (it has {}); plan with {}, or for a device that has "
+                "one: {}",
+                *(OptionValue("precision", "fp8"), dtype, group.device.kind, tuple(group.device.flops_per_s)),
+                *(OptionValue("precision", "bf16"), tuple(devices_with(dtype))),
             )
 
 
@@ -62,14 +64,17 @@ def check_tiers(job: Job, constraints: Constraints) -> None:
     for tier in dict.fromkeys(place.update_tier for place in constraints.every_place):
         if tier and not _is_rated(job, tier):
             raise ConstraintError(
-                f"states off the device are updated {TIERS[tier].where}, but {job.cluster.name} does not say how fast "
-                f"its memory is; give its groups {TIERS[tier].rate}, or update_on='device', or leave states there"
+                "states off the device are updated {}, but {} does not say how fast its memory is; give its groups "
+                "{}, or {}, or leave states there",
+                *(TIERS[tier].where, job.cluster.name, TIERS[tier].rate, OptionValue("update_on", "device")),
             )
     for tier in dict.fromkeys((*constraints.tiers, *constraints.state_tiers)):
         if not job.cluster.has_room(tier, devices):
-            pinned = f"offload={constraints.offload}" if tier in constraints.tiers else f"states on the {tier}"
+            waits = tier in constraints.tiers
+            pinned = OptionValue("offload", constraints.offload) if waits else f"states on the {tier}"
             linked = all(getattr(group, tier) for group in job.cluster.groups)
             field = TIERS[tier].room if linked else f"{tier} and {TIERS[tier].room}"
             raise ConstraintError(
-                f"{pinned}: {job.cluster.name} describes no room on {tier} for every device; give its groups {field}"
+                "{}: {} describes no room on {} for every device; give its groups {}",
+                *(pinned, job.cluster.name, tier, field),
             )

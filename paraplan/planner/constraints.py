@@ -1,25 +1,23 @@
 """What the user pins: everything left out is the planner's to choose.
 
-An option of the planner is a field of `Constraints` and its keyword in `ConstraintKeywords`; `compile` and the
-command line follow.
+An option of the planner is a field of `Constraints` and its keyword in `options.keywords.ConstraintKeywords`; `compile`
+and the command line follow. What its values may be is in `planner.options`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, InfeasibleError
+from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.tier_placement import HERE, TierPlacement
-from paraplan.ir.machine.tiers import TIERS
-from paraplan.ir.options import Option, Options, at_least, check_whole, documented, one_of
-from paraplan.ir.plan import REDUCE_DTYPES
+from paraplan.ir.option_words import OptionValue, Phrase
+from paraplan.ir.options import Option, Options, at_least, documented, one_of
 from paraplan.ir.sizes import parse_bytes, say_size
-from paraplan.planner.param_pins import parse_param_pin
-from paraplan.planner.placements import (
+from paraplan.planner.options.param_pins import parse_param_pin
+from paraplan.planner.options.placements import (
     KEYWORDS,
     NAMES,
     OFFLOAD_STATES,
@@ -29,109 +27,27 @@ from paraplan.planner.placements import (
     check_updater,
     merged,
 )
+from paraplan.planner.options.values import (
+    CP_MODES,
+    OFFLOAD,
+    PRESETS,
+    WAYS,
+    as_bounds,
+    as_degree,
+    as_layouts,
+    as_shape,
+    check_late,
+    check_memory,
+    check_mesh,
+    check_params,
+    check_reduce_dtype,
+    check_zero,
+    parse_degree,
+    parse_mesh,
+    parse_stages,
+    warm_up_steps,
+)
 from paraplan.planner.schedules.named import NAMED
-
-PRESETS = ("none", "selective", "cheap", "alternate", "full", "full-early-stop")
-"""Of a layer (an element of a list of modules): `none`: every activation is kept. `full`: its input alone is kept, and
-it runs again to its end (Chen et al. 2016; Megatron-LM). `full-early-stop`: as far as the backward needs it (torch's
-checkpoint). `selective`: attention alone is made again, from queries, keys and values on (Korthikanti et al. 2022).
-`cheap`: all but results of matrix products, convolutions and attention is. `alternate`: and of those every second
-product with a weight (torchtitan's selective policy by op)."""
-WARM_UP_STEPS = 40
-"""Steps before updates are late where it is only said that they may be: some dozens, as Ren et al. 2021 (section 5.2)
-advise, for parameters move most at first."""
-AUTO: Literal["auto"] = "auto"
-"""A degree for the planner to choose, as None is."""
-OFFLOAD: dict[str, tuple[str, ...]] = {"none": (), **{name: kind.way for name, kind in TIERS.items()}}
-"""The tiers activations may wait on."""
-CP_MODES = ("gather", "alltoall", "ring", "stripes")
-"""How attention deals with a sharded sequence: see `planner.sharding.sequence`."""
-
-
-def warm_up_steps(delayed_update: bool | int) -> int | None:
-    """How many steps come before late updates: a number as it is, True for the literature's; None: all are timely."""
-    if isinstance(delayed_update, bool):
-        return WARM_UP_STEPS if delayed_update else None
-    return delayed_update
-
-
-def _parse_mesh(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConstraintError(f"--mesh {text!r}: write axis sizes with commas, e.g. 8,8") from None
-
-
-def _parse_degree(text: str) -> int | None:
-    try:
-        return None if text == AUTO else int(text)
-    except ValueError:
-        raise ConstraintError(f"--pp {text!r}: give a number of groups of devices, or auto") from None
-
-
-def _parse_stages(text: str) -> tuple[tuple[int, int], ...]:
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return tuple((int(first), int(stop)) for first, stop in pairs)
-    except ValueError:
-        raise ConstraintError(f"--stages {text!r}: write first:stop segments with commas, e.g. 0:3,3:6") from None
-
-
-def _as_degree(pp: int | Literal["auto"]) -> int | None:
-    return None if pp == AUTO else pp
-
-
-def _as_shape(mesh: Sequence[int]) -> tuple[int, ...]:
-    return tuple(mesh)
-
-
-def _as_bounds(stages: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return tuple(tuple(segments) for segments in stages)  # type: ignore[misc]
-
-
-def _as_texts(params: Mapping[str, str]) -> dict[str, str]:
-    return dict(params)
-
-
-def _check_mesh(keyword: str, mesh: tuple[int, ...]) -> None:
-    if not all(isinstance(size, int) for size in mesh):
-        raise ConstraintError(f"{keyword}={mesh!r}: give whole numbers, one for each axis, e.g. mesh=(2, 4)")
-    if any(size < 1 for size in mesh):
-        raise ConstraintError(f"{keyword}={mesh}: every axis must be at least 1")
-
-
-def _check_stages(keyword: str, stages: tuple[tuple[int, ...], ...]) -> None:
-    if not all(len(segments) == 2 and all(isinstance(at, int) for at in segments) for segments in stages):
-        raise ConstraintError(
-            f"{keyword}={stages!r}: give the segments [first, stop) of every stage, e.g. [(0, 3), (3, 6)]"
-        )
-
-
-def _check_zero(keyword: str, zero: Any) -> None:
-    check_whole(keyword, zero)
-    if zero not in (0, 1, 2, 3):
-        raise ConstraintError(f"{keyword}={zero}: must be 0, 1, 2 or 3")
-
-
-def _check_memory(keyword: str, memory_bytes: int) -> None:
-    if memory_bytes <= 0:
-        raise ConstraintError(f"{keyword}={memory_bytes}: must be more than 0 bytes")
-
-
-def _check_reduce_dtype(keyword: str, dtype: str) -> None:
-    if dtype not in REDUCE_DTYPES:
-        raise ConstraintError(f"{keyword}={dtype!r}: one of {', '.join(filter(None, REDUCE_DTYPES))}")
-
-
-def _check_late(keyword: str, steps: int) -> None:
-    if steps < 0:
-        raise ConstraintError(f"{keyword}={steps}: at least 0 steps come before the first late one")
-
-
-def _check_params(keyword: str, params: dict[str, str]) -> None:
-    for name, text in params.items():
-        parse_param_pin(name, text)
-
 
 MODEL, PARALLELISM, PIPELINE = "Model and batch", "Parallelism", "Pipeline"
 MEMORY, EXECUTION = "Memory", "Execution"
@@ -145,7 +61,8 @@ class Constraints(Options, frozen=True, kw_only=True):
     mesh: Annotated[tuple[int, ...] | None, Option(
         "Logical mesh, e.g. 8,8.",
         "logical mesh shape, e.g. (8, 8); None lets the planner choose.",
-        PARALLELISM, metavar="N,N", parse=_parse_mesh, convert=_as_shape, check=_check_mesh,
+        PARALLELISM, metavar="N,N", parse=parse_mesh, convert=as_shape, check=check_mesh,
+        wanted="the size of every axis", example=(2, 4),
     )] = None
     dp: Annotated[int | None, Option(
         "Data-parallel degree.",
@@ -182,13 +99,14 @@ class Constraints(Options, frozen=True, kw_only=True):
     zero: Annotated[int | None, Option(
         "ZeRO level, 0 to 3.",
         "0 to 3: what is sharded over the dp axis beyond the batch (states, gradients, parameters).",
-        PARALLELISM, check=_check_zero,
+        PARALLELISM, check=check_zero,
     )] = None
     pp: Annotated[int | None, Option(
         "Pipeline-parallel degree, other degrees being within a stage; auto, or not given: the fastest.",
         "how many groups of devices the stages of a pipeline lie on; the other degrees are those of one group. 1: no "
         'pipeline. None or "auto": as many as make the simulated step shortest (`planner.joint`).',
-        PIPELINE, metavar="N|auto", parse=_parse_degree, convert=_as_degree, check=at_least(1),
+        PIPELINE, metavar="N|auto", parse=parse_degree, convert=as_degree, check=at_least(1),
+        wanted="a number of groups of devices, or 'auto'", example=2,
     )] = None
     schedule: Annotated[str | None, Option(
         f"Of a pipeline: {', '.join(NAMED)}, or searched (the shortest found). If not given: the fastest.",
@@ -199,8 +117,8 @@ class Constraints(Options, frozen=True, kw_only=True):
     stages: Annotated[tuple[tuple[int, int], ...] | None, Option(
         "With --pp: segments of the stages; cut as is fastest if not given.",
         "with pp, the segments [first, stop) of every stage; None: cut by time and memory.",
-        PIPELINE, metavar="A:B,B:C", parse=_parse_stages, convert=_as_bounds,
-        check=_check_stages,
+        PIPELINE, metavar="A:B,B:C", parse=parse_stages, convert=as_bounds,
+        wanted="the segments [first, stop) of every stage", example=((0, 3), (3, 6)),
     )] = None
     microbatches: Annotated[int | None, Option(
         "Microbatches per step.", "how many microbatches a step takes.", MODEL, check=at_least(1)
@@ -208,26 +126,28 @@ class Constraints(Options, frozen=True, kw_only=True):
     memory_bytes: Annotated[int | None, Option(
         "What a device may hold, e.g. 12GiB.",
         'what a device may hold at most, bytes or "12GiB"; None: its memory, less the reserve.',
-        MEMORY, keyword="memory", metavar="SIZE", parse=parse_bytes, convert=parse_bytes, check=_check_memory,
+        MEMORY, keyword="memory", metavar="SIZE", parse=str, convert=parse_bytes, check=check_memory,
+        wanted="bytes, or a size", example="12GiB",
     )] = None
     reserve_bytes: Annotated[int | None, Option(
         "Device memory kept from the plan (default: as the cluster says; 0: none).",
         "how much of every device's memory is kept from the plan, likewise; None: its `Device.reserves` (context, "
         "communication buffers, the allocator). What allocators reserve then fits; 0: nothing is kept, and the "
         "bytes alive alone decide.",
-        MEMORY, keyword="reserve", metavar="SIZE", parse=parse_bytes, convert=parse_bytes,
+        MEMORY, keyword="reserve", metavar="SIZE", parse=str, convert=parse_bytes,
+        wanted="bytes, or a size", example="2GiB",
     )] = None
     recompute: Annotated[str | None, Option(
         "Activations of layers made again: none, selective (attention), cheap (all but products), alternate (and "
         "every second product with a weight), full or full-early-stop; chosen if not given.",
-        "one of `planner.constraints.PRESETS`: which activations of a layer are made again; None: what pays where "
+        "one of `planner.options.values.PRESETS`: which activations of a layer are made again; None: what pays where "
         "memory is short.",
         MEMORY, check=one_of(*PRESETS, beside=", or nothing for the planner's choice"),
     )] = None
     offload: Annotated[str, Option(
-        "Where activations may wait if memory is short: none, host, or disk (and host).",
-        'where activations may wait if memory is short: "none", "host", or "disk" (the host as well); states and '
-        "parameters may be there too, see `place_states`.",
+        f"Where activations may wait if memory is short: {WAYS}.",
+        f"where activations may wait if memory is short: {WAYS}; states and parameters may be there too, see "
+        "`place_states`.",
         MEMORY, check=one_of(*OFFLOAD),
     )] = "none"
     place_states: Annotated[str | None, Option(
@@ -269,7 +189,8 @@ class Constraints(Options, frozen=True, kw_only=True):
         "after how many steps the host's updates may be one step late, to be done beside the next step's work, "
         "where that makes the step faster (`planner.passes.delayed_updates`); True: after 40; None: never, since it "
         "changes what is computed (Ren et al. 2021, section 5.2).",
-        MEMORY, metavar="N", convert=warm_up_steps, check=_check_late,
+        MEMORY, metavar="N", convert=warm_up_steps, check=check_late,
+        wanted="a number of steps", example=40,
     )] = None
     overlap: Annotated[int, Option(
         "Products in up to N pieces beside their collectives (TP).",
@@ -288,12 +209,14 @@ class Constraints(Options, frozen=True, kw_only=True):
         '"fp32" or "bf16": what gradients are summed over ranks in, under half precisions. Left out, those reduced '
         "as they are made (ZeRO-2 and 3, tensor parallelism) are in the half precision, those reduced once a step "
         "(ZeRO-0 and 1) in float32, as accumulators and sums between stages always are.",
-        EXECUTION, check=_check_reduce_dtype,
+        EXECUTION, check=check_reduce_dtype,
     )] = ""
     params: Annotated[dict[str, str], Option(
         "",
         "layouts of named parameters, texts as of `ir.param_layouts.ParamLayouts.text`.",
-        convert=_as_texts, check=_check_params,
+        convert=as_layouts, check=check_params,
+        wanted=f"layouts by the names of parameters (where they are stored is {KEYWORDS['params']})",
+        example={"fc.weight": "R/P/S0"},
     )] = {}
     # fmt: on
 
@@ -345,37 +268,6 @@ class Constraints(Options, frozen=True, kw_only=True):
         return bool(self.placed(ON_DEVICE).state_tiers) or HERE not in self.places
 
 
-class ConstraintKeywords(TypedDict, total=False):
-    """The keywords of `Constraints` with the types that callers give, for checkers of calls."""
-
-    mesh: Sequence[int] | None
-    dp: int | None
-    tp: int | None
-    sp: bool
-    cp: int | None
-    cp_mode: str | None
-    ep: int | None
-    zero: int | None
-    pp: int | Literal["auto"] | None
-    schedule: str | None
-    stages: Sequence[tuple[int, int]] | None
-    microbatches: int | None
-    memory: int | str | None
-    reserve: int | str | None
-    recompute: str | None
-    offload: str
-    place_states: str | None
-    place_params: str | None
-    place_grads: str | None
-    update_on: str | None
-    offload_states: str | None
-    delayed_update: bool | int | None
-    overlap: int
-    compiled: bool
-    reduce_dtype: str | None
-    params: Mapping[str, str] | None
-
-
 def device_budget(cluster: ClusterSpec, constraints: Constraints, group: int | None = None) -> int:
     """Bytes any device, or any of a group, may hold: what is allowed, and at most the smallest one's memory less its
     reserve.
@@ -391,8 +283,9 @@ def device_budget(cluster: ClusterSpec, constraints: Constraints, group: int | N
     if budget <= 0:
         given = constraints.reserve_bytes
         said = "what its devices keep" if given is None else f"a reserve of {say_size(given)}"
-        raise InfeasibleError(
-            f"{cluster.name}: {said} leaves a plan no device memory ({say_size(-budget)} are missing); give a smaller "
-            "reserve, or reserve=0 for none"
+        fault = Phrase(
+            "{}: {} leaves a plan no device memory ({} are missing); give a smaller reserve, or {} for none",
+            *(cluster.name, said, say_size(-budget), OptionValue("reserve", 0)),
         )
+        raise InfeasibleError(fault)
     return min(budget, constraints.memory_bytes or budget)

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.machine.tier_placement import HOST
+from paraplan.ir.machine.tiers import NEAREST
 from paraplan.ir.model.program import HALVES
-from paraplan.ir.options import check_fields
+from paraplan.ir.option_words import OptionName, OptionValue, Phrase
 from paraplan.planner.constraints import Constraints
 
 FIRST_PLAN_S = 1.0
@@ -25,7 +27,7 @@ def planning_time_s(seconds: float) -> float:
     """
     if not seconds >= 0:
         raise ConstraintError(
-            f"a time limit of {seconds} s (--time-limit): give a number of seconds, or 0 for the first plan that fits"
+            "a time limit of {} s: give a number of seconds, or 0 for the first plan that fits", seconds
         )
     return seconds or FIRST_PLAN_S
 
@@ -37,60 +39,90 @@ def check_time_limit(seconds: float) -> None:
         ConstraintError: it is not a number above 0.
     """
     if not seconds > 0:
-        raise ConstraintError(f"a time limit of {seconds} s (--time-limit): give a number of seconds above 0")
+        raise ConstraintError(f"a time limit of {seconds} s: give a number of seconds above 0")
 
 
 def check_constraints(constraints: Constraints, num_devices: int) -> Constraints:
     """The constraints themselves, when they make sense together.
 
     Raises:
-        ConstraintError: a field that makes no sense by itself, pp that does not divide the devices, a schedule or
-            stages without pp, degrees that do not multiply to the devices, zero without dp, sp without tp, a cp_mode
-            without cp, an ep that does not divide dp, states where they cannot be.
+        ConstraintError: pp that does not divide the devices, a schedule or stages without pp, degrees that do not
+            multiply to the devices, zero without dp, sp without tp, a cp_mode without cp, an ep that does not divide
+            dp, states where they cannot be.
     """
     c = constraints
-    check_fields(c)
     _check_states(c)
     if c.pp is None:
         _check_free_pp(c, num_devices)
         return c
     whole, num_devices = num_devices, _stage_devices(c, num_devices)
-    left = f" that pp={c.pp} leaves a stage of {whole}" if c.pp > 1 else ""
+    left = Phrase(" that {} leaves a stage of {}", OptionValue("pp", c.pp), whole) if c.pp > 1 else ""
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    if c.sp and (c.tp is None or c.tp < 2):
-        raise ConstraintError("sp needs a tensor-parallel axis to share: give tp of at least 2 as well")
-    if c.cp_mode is not None and c.cp is None:
-        raise ConstraintError(f"cp_mode={c.cp_mode} without a context-parallel axis: give cp_mode, and cp with it")
-    if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
-        raise ConstraintError(f"zero={c.zero} shards over a data-parallel axis: give dp as well")
+    _check_axes(c)
     if c.mesh is not None:
-        if degrees or c.ep is not None:
-            degrees |= {} if c.ep is None else {"ep": c.ep}
-            given = " ".join(f"{name}={size}" for name, size in degrees.items())
-            raise ConstraintError(f"mesh={c.mesh} together with {given}: give the mesh or the degrees, not both")
-        product = math.prod(c.mesh)
-        if product != num_devices:
-            raise ConstraintError(f"mesh={c.mesh} has {product} places for {num_devices} devices{left}")
+        _check_mesh(c, degrees, num_devices, left)
     product = math.prod(degrees.values())
     if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
-        given = " times ".join(f"{name}={size}" for name, size in degrees.items())
-        has = f"there are {num_devices} devices{left}" if left else f"the cluster has {num_devices} devices"
-        raise ConstraintError(f"{given} is {product}, {has}")
+        has = "there are {} devices{}" if left else "the cluster has {} devices{}"
+        fault = f"{' times '.join('{}' for _ in degrees)} is {{}}, {has}"
+        raise ConstraintError(fault, *_given(degrees), product, num_devices, left)
     for name, size in degrees.items():
         if num_devices % size:
             whose = "the" if left else "the cluster's"
-            raise ConstraintError(f"{name}={size} does not divide {whose} {num_devices} devices{left}")
+            given = OptionValue(name, size)
+            raise ConstraintError("{} does not divide {} {} devices{}", given, whose, num_devices, left)
     dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
     if c.ep is not None and dp % c.ep:
-        raise ConstraintError(f"ep={c.ep} does not divide the {dp} data-parallel ranks, which share the experts")
+        raise ConstraintError(
+            "{} does not divide the {} data-parallel ranks, which share the experts", OptionValue("ep", c.ep), dp
+        )
     return c
+
+
+def _given(degrees: dict[str, int]) -> tuple[OptionValue, ...]:
+    return tuple(OptionValue(*each) for each in degrees.items())
+
+
+def _check_axes(c: Constraints) -> None:
+    """What is said of an axis, that axis is pinned for."""
+    if c.sp and (c.tp is None or c.tp < 2):
+        raise ConstraintError(
+            "{} needs a tensor-parallel axis to share: give {} of at least 2 as well",
+            OptionValue("sp", True),
+            OptionName("tp"),
+        )
+    if c.cp_mode is not None and c.cp is None:
+        given = OptionValue("cp_mode", c.cp_mode)
+        raise ConstraintError("{} without a context-parallel axis: give {} as well", given, OptionName("cp"))
+    if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
+        raise ConstraintError(
+            "{} shards over a data-parallel axis: give {} as well", OptionValue("zero", c.zero), OptionName("dp")
+        )
+
+
+def _check_mesh(c: Constraints, degrees: dict[str, int], num_devices: int, left: Phrase | str) -> None:
+    """A mesh has a place for every device of a stage, and no degrees beside it."""
+    mesh = c.mesh or ()
+    if degrees or c.ep is not None:
+        degrees = degrees if c.ep is None else degrees | {"ep": c.ep}
+        raise ConstraintError(
+            "{} together with {}: give the mesh or the degrees, not both",
+            OptionValue("mesh", mesh),
+            _given(degrees),
+        )
+    product = math.prod(mesh)
+    if product != num_devices:
+        raise ConstraintError(
+            "{} has {} places for {} devices{}", OptionValue("mesh", mesh), product, num_devices, left
+        )
 
 
 def _check_free_pp(c: Constraints, num_devices: int) -> None:
     """Whether the constraints make sense together with any degree of a pipeline; where not, why not with the first."""
     if c.stages is not None:
         raise ConstraintError(
-            "stages without pp: on how many groups of devices they lie is left open; give pp (at least 2) as well"
+            "{} without {}: on how many groups of devices they lie is left open; give {} of at least 2 as well",
+            *(OptionValue("stages", c.stages), OptionName("pp"), OptionName("pp")),
         )
     refused: ConstraintError | None = None
     for pp in range(1 if c.schedule is None else 2, num_devices + 1):
@@ -100,7 +132,8 @@ def _check_free_pp(c: Constraints, num_devices: int) -> None:
                 return
             except ConstraintError as fault:
                 refused = refused or fault
-    raise refused or ConstraintError(f"schedule={c.schedule} is of a pipeline, which one device has no room for")
+    given = OptionValue("schedule", c.schedule)
+    raise refused or ConstraintError("{} is of a pipeline, which one device has no room for", given)
 
 
 def check_param_names(constraints: Constraints, names: Iterable[str]) -> None:
@@ -131,23 +164,32 @@ def check_reduce_dtype(constraints: Constraints, precision: str) -> None:
     given = constraints.reduce_dtype
     if given and precision not in HALVES:
         raise ConstraintError(
-            f"reduce_dtype={given!r} says how gradients of half precisions are summed over ranks, and "
-            f"precision={precision!r} sums them as they are; leave it out, or plan with precision='bf16'"
+            "{} says how gradients of half precisions are summed over ranks, and {} sums them as they are; leave it "
+            "out, or plan with {}",
+            *(
+                OptionValue("reduce_dtype", given),
+                OptionValue("precision", precision),
+                OptionValue("precision", "bf16"),
+            ),
         )
 
 
 def _check_states(c: Constraints) -> None:
     """Where states are said to be agrees with what else is said of them."""
-    said = f"offload_states={c.offload_states or 'none'}" if c.offload_states or not any(c.placing) else c.placing.text
+    by_word = c.offload_states or not any(c.placing)
+    said = OptionValue("offload_states", c.offload_states or "none") if by_word else c.placing.given
     c.placing.check(c.tiers)
     if c.delayed_update is not None and not any(place.can_be_late for place in c.every_place):
         raise ConstraintError(
-            f"delayed_update={c.delayed_update}: only what the host updates where its states stay can be late, and "
-            f"with {said} there is nothing; give place_states='host' and update_on='host', or offload='host'"
+            "{}: only what the host updates where its states stay can be late, and with {} there is nothing; give {} "
+            "and {}, or {}",
+            *(OptionValue("delayed_update", c.delayed_update), said),
+            *(OptionValue("place_states", HOST), OptionValue("update_on", HOST), OptionValue("offload", NEAREST)),
         )
     if c.zero in (1, 2) and all(place.params for place in c.places):
         raise ConstraintError(
-            f"{said} with zero={c.zero}: parameters off the device lie as their states do; give zero=3 or 0"
+            "{} with {}: parameters off the device lie as their states do; give {} or 0",
+            *(said, OptionValue("zero", c.zero), OptionValue("zero", 3)),
         )
 
 
@@ -155,9 +197,9 @@ def _stage_devices(c: Constraints, num_devices: int) -> int:
     """How many devices share a stage, among which the other degrees are."""
     if c.pp is not None and c.pp > 1:
         if num_devices % c.pp:
-            raise ConstraintError(f"pp={c.pp} does not divide the cluster's {num_devices} devices")
+            raise ConstraintError("{} does not divide the cluster's {} devices", OptionValue("pp", c.pp), num_devices)
         return num_devices // c.pp
     if c.schedule is not None or c.stages is not None:
-        pinned = f"schedule={c.schedule}" if c.schedule is not None else "stages"
-        raise ConstraintError(f"{pinned} without a pipeline: give pp of at least 2 as well")
+        pinned = OptionValue("schedule", c.schedule) if c.schedule is not None else OptionValue("stages", c.stages)
+        raise ConstraintError("{} without a pipeline: give {} of at least 2 as well", pinned, OptionName("pp"))
     return num_devices

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import typer
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.ir.options import OptionField, Options, fields_of
+from paraplan.ir.options import OptionField, Options, fields_of, from_keywords
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,6 +52,11 @@ def with_options(*kinds: type[Options], only: tuple[str, ...] | None = None) -> 
     return decorated
 
 
+def flags_of(*kinds: type[Options]) -> dict[str, str]:
+    """Keywords of structs to their flags, of those that the command line has."""
+    return {word: f"--{_flag(field)}" for kind in kinds for word, field in fields_of(kind).items() if field.option.help}
+
+
 def parse_pins(text: str, kind: type[Options]) -> dict[str, Any]:
     """`tp=8,pp=4` as options by keyword, by the names and with the values that the command line has for them.
 
@@ -81,7 +86,8 @@ def parse_pins(text: str, kind: type[Options]) -> dict[str, Any]:
         if fields[name].keyword in pins:
             raise ConstraintError(f"{name} is given twice")
         pins[fields[name].keyword] = _read(name, fields[name], given)
-    return pins
+    made = from_keywords(kind, pins)
+    return {word: getattr(made, fields_of(kind)[word].name) for word in pins}
 
 
 def _read(name: str, field: OptionField, value: str | None) -> Any:
@@ -93,10 +99,7 @@ def _read(name: str, field: OptionField, value: str | None) -> Any:
         return value != "false"
     if not value:
         raise ConstraintError(f"{name} has no value: write {name}={field.option.metavar or 'VALUE'}")
-    try:
-        return _value(field, kind(value))
-    except ValueError:
-        raise ConstraintError(f"{name}={value}: give a number") from None
+    return _value(field, value)
 
 
 def _flag(field: OptionField) -> str:
@@ -112,7 +115,9 @@ def _parameter(field: OptionField) -> inspect.Parameter:
     kind, option = _terminal_type(field), field.option
     flag = f"--{_flag(field)}"
     default = None if field.default in ("", ()) else field.default
-    shown = typer.Option(flag, metavar=option.metavar, help=option.help, rich_help_panel=option.group or None)
+    metavar = option.metavar or _METAVARS.get(kind)
+    kind = str if kind in _METAVARS else kind
+    shown = typer.Option(flag, metavar=metavar, help=option.help, rich_help_panel=option.group or None)
     annotation: Any = Annotated[kind if default is not None else kind | None, shown]
     return inspect.Parameter(field.keyword, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -128,5 +133,17 @@ def _terminal_type(field: OptionField) -> Any:
     return next(each for each in (bool, int, float, Path, str) if each in held)
 
 
+_METAVARS = {int: "INTEGER", float: "FLOAT"}
+"""How the command line shows numbers, which are read as texts: those that are none are refused as Python's are."""
+
+
 def _value(field: OptionField, given: Any) -> Any:
-    return field.option.parse(given) if field.option.parse is not None and given is not None else given
+    if field.option.parse is not None and given is not None:
+        return field.option.parse(given)
+    kind = _terminal_type(field)
+    if kind not in _METAVARS or not isinstance(given, str):
+        return given
+    try:
+        return kind(given)
+    except ValueError:
+        return given

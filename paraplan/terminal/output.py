@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paraplan.ir.errors import ParaplanError
+from paraplan.ir.option_words import Flags
 
 
 def out() -> Console:
@@ -57,9 +58,9 @@ class Progress:
             self.console.print(Text(f"{self._what} ({seconds:.1f} s)", style="dim"))
 
 
-def print_fault(fault: ParaplanError) -> None:
-    """An error as users see it."""
-    text = Text.assemble(("error: ", "bold red"), (str(fault), "red"))
+def print_fault(fault: ParaplanError, flags: Flags) -> None:
+    """An error as users see it, with options as flags."""
+    text = Text.assemble(("error: ", "bold red"), (fault.written(flags), "red"))
     Console(stderr=True).print(text, soft_wrap=True)
 
 

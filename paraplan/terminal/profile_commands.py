@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from paraplan.ir.errors import ClusterError, ConstraintError
-from paraplan.ir.options import Option, Options, check_fields, documented, from_keywords
+from paraplan.ir.options import Option, Options, documented, from_keywords
 from paraplan.ir.process.garbage import RARELY
 from paraplan.ir.process.lazy import lazy
 from paraplan.plan_options import JobOptions
@@ -72,7 +72,6 @@ def profile(
         raise ConstraintError(f"--devices {devices}, --threads {how.threads}, --processes {how.processes}: at least 1")
     if how.processes > 1 and device != "cpu":
         raise ConstraintError(f"--processes {how.processes} with --device {device}: only CPU processes share a memory")
-    check_fields(job)
     with Progress() as tell:
         tell(f"loading {model}")
         made = _part("make_model")(model, parse_settings(settings or []), meta=True)

@@ -15,13 +15,13 @@ import paraplan
 from examples.models.mlp import factory
 from paraplan.baselines.planners import PLANNERS, plan_by
 from paraplan.baselines.planners.choosing import plan_answer
-from paraplan.baselines.planners.layer_profile import Links
+from paraplan.baselines.planners.layer_profile import GroupLinks
 from paraplan.baselines.planners.searching.aceso import Config, Search, of_stages
 from paraplan.baselines.planners.searching.alpa import least_latency
-from paraplan.baselines.planners.searching.dapple import Latencies, Phase, latency_s
+from paraplan.baselines.planners.searching.dapple import Latencies, StagePhase, latency_s
 from paraplan.baselines.planners.searching.flexflow import data_parallel, task_graph, walked
 from paraplan.baselines.planners.searching.galvatron import KEPT, SLOWDOWN, Branch, together_s
-from paraplan.baselines.planners.searching.mist import Option, chain_of, step_of
+from paraplan.baselines.planners.searching.mist import StageOption, chain_of, step_of
 from paraplan.baselines.planners.searching.nnscaler import fitting_stages
 from paraplan.baselines.planners.searching.pipedream import equal_stages, published
 from paraplan.baselines.planners.searching.piper import VARIANTS, bounds_of, stage_problem
@@ -84,7 +84,7 @@ def test_pipedream_s_stages_are_the_best_replicated_alike(seed: int) -> None:
 
 
 def test_dapple_s_latency() -> None:
-    stages = (Phase(1.0, 2.0, 5.0), Phase(2.0, 4.0, 1.0), Phase(1.0, 2.0, 0.5))
+    stages = (StagePhase(1.0, 2.0, 5.0), StagePhase(2.0, 4.0, 1.0), StagePhase(1.0, 2.0, 0.5))
     assert latency_s(stages[:1], 3) == 1.0 + 2 * 3.0 + 2.0 + 5.0
     # the middle one is the pivot: its three rounds, before them two forwards, after them its and the first's backward
     assert latency_s(stages, 4) == (1.0 + 2.0) + 3 * 6.0 + (4.0 + 2.0 + 5.0)
@@ -92,7 +92,7 @@ def test_dapple_s_latency() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_dapple_s_stages_are_near_the_least_latency(seed: int) -> None:
-    latencies = Latencies(made_profile(6, seed), Links(ClusterSpec.local(4)), 4, 8, "none")
+    latencies = Latencies(made_profile(6, seed), GroupLinks(ClusterSpec.local(4)), 4, 8, "none")
     for replicas in (1, 2):
         found = latencies.best(replicas)
         assert found is not None
@@ -103,7 +103,7 @@ def test_dapple_s_stages_are_near_the_least_latency(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_piper_s_stages_and_recomputation_are_the_best(seed: int) -> None:
-    profile, links = made_profile(5, seed), Links(ClusterSpec.local(4))
+    profile, links = made_profile(5, seed), GroupLinks(ClusterSpec.local(4))
     budget = profile.stage_bytes((0, 3), 1)
     problem = stage_problem(profile, links, 2, 2, 1, 4, budget)
     found = partition_hybrid(problem)
@@ -152,7 +152,7 @@ def test_alpa_s_stages_are_of_least_latency(seed: int) -> None:
 
 
 def test_galvatron_s_layers_are_the_best_within_memory() -> None:
-    profile, links = made_profile(5), Links(ClusterSpec.local(4))
+    profile, links = made_profile(5), GroupLinks(ClusterSpec.local(4))
     room = profile.stage_bytes((0, 5), 1, "full") + sum(profile.saved_bytes[:2])
     branch = Branch(profile, links, 1, 4, 1, False, 4, room)
     found = branch.stage(0, 5, 0)
@@ -187,7 +187,7 @@ def test_chimera_s_and_varuna_s_steps() -> None:
 def test_mist_s_stages_are_the_best_of_its_program(seed: int) -> None:
     draw = random.Random(seed)
     options = {
-        (s, *bound): Option(draw.uniform(1, 2) * (bound[1] - bound[0]), draw.uniform(0, 9), frozenset())
+        (s, *bound): StageOption(draw.uniform(1, 2) * (bound[1] - bound[0]), draw.uniform(0, 9), frozenset())
         for bounds in every_cut(6, 3)
         for s, bound in enumerate(bounds)
         if draw.random() < 0.9
@@ -200,7 +200,7 @@ def test_mist_s_stages_are_the_best_of_its_program(seed: int) -> None:
     ]
     chosen = chain_of(options, 3, 6, 5)
     assert chosen is not None and math.isclose(step_of([options[each] for each in chosen], 5), min(every))
-    assert step_of([Option(1.0, 0.5, frozenset()), Option(2.0, 4.0, frozenset())], 5) == 4 * 2.0 + 3.0 + 3.0
+    assert step_of([StageOption(1.0, 0.5, frozenset()), StageOption(2.0, 4.0, frozenset())], 5) == 4 * 2.0 + 3.0 + 3.0
 
 
 def test_a_state_of_flexflow_s_is_no_worse_than_where_it_began() -> None:
@@ -233,7 +233,7 @@ def test_aceso_comes_near_the_best_of_its_space() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stages_of_workers_are_the_best_within_memory(seed: int) -> None:
-    profile, links = made_profile(6, seed, output_bytes=1 << 23), Links(ClusterSpec.local(4))
+    profile, links = made_profile(6, seed, output_bytes=1 << 23), GroupLinks(ClusterSpec.local(4))
     budget = profile.stage_bytes((0, 4), 2)
     task = Task(zoo_job("gpt2", 4), Constraints(memory_bytes=budget, reserve_bytes=0))
     cuts = [

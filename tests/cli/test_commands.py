@@ -177,7 +177,7 @@ def test_places_compose(here: Path, command: Any) -> None:
     plan = read_plan(here / "plan.json")
     assert {layouts.place.text for layouts in plan.stages[0].params.values()} == {"disk-grads"}
     refused = command("plan", "zoo:net", "local:1", "--states", "device", "--update", "host", "-o", "plan.json")
-    assert refused.code == 2 and "give states=host, or update=device" in refused.err
+    assert refused.code == 2 and "give --states host, or --update device" in refused.err
 
 
 def test_a_peak_above_the_predicted_one_fails_the_check(plan_file: Path, command: Any) -> None:
@@ -193,7 +193,7 @@ def test_a_peak_above_the_predicted_one_fails_the_check(plan_file: Path, command
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--lr", "nan"), "--lr nan: a number of at least 0"),
+        (("--lr", "nan"), "--lr nan: give a number"),
         (("--lr", "-1"), "--lr -1.0"),
         (("--timeout", "0"), "--timeout 0.0: give the seconds that a collective waits"),
         (("--timeout", "inf"), "--timeout inf"),

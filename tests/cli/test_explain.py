@@ -72,11 +72,11 @@ def test_pins_are_read_as_the_command_line_reads_its_options(text: str, pins: di
         ("zzz=8", ("'zzz' is no option", "there are mesh, dp")),
         ("8", ("'8' is no option with a value", "tp=8,pp=4")),
         ("tp", ("tp has no value", "tp=")),
-        ("tp=two", ("tp=two", "number")),
+        ("tp=two", ("tp='two'", "number")),
         ("tp=2,tp=4", ("given twice",)),
         ("sp=perhaps", ("sp=perhaps", "sp alone")),
-        ("mesh=a", ("--mesh 'a'", "8,8")),
-        ("pp=x", ("--pp 'x'", "auto")),
+        ("mesh=a", ("mesh='a'", "every axis")),
+        ("pp=x", ("pp='x'", "auto")),
     ],
 )
 def test_pins_that_are_none_are_refused_with_the_way_out(text: str, words: tuple[str, ...]) -> None:

@@ -11,7 +11,11 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+import paraplan
+from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.machine.cluster import ClusterSpec
+
+from . import zoo
 
 
 def refuse(outcome: Any, *words: str) -> None:
@@ -38,12 +42,17 @@ NET = ("plan", "zoo:net", "local:2")
         ((*NET, "--batch", "4"), ("--batch", "zoo:net")),
         (("plan", "zoo:net", "local:3", "--dp", "3"), ("batch of 8", "3")),
         ((*NET, "--microbatches", "3"), ("batch of 8", "3 microbatches")),
-        ((*NET, "--mesh", "a,b"), ("--mesh 'a,b'",)),
+        ((*NET, "--mesh", "a,b"), ("--mesh a,b", "--mesh 2,4")),
         ((*NET, "--mesh", "3"), ("3 places for 2 devices",)),
-        ((*NET, "--optimizer", "lion"), ("'lion'", "adamw")),
+        ((*NET, "--optimizer", "lion"), ("--optimizer lion", "adamw")),
         ((*NET, "--precision", "fp4"), ("'fp4'", "fp64", "fp8")),
-        ((*NET, "--reserve", "lots"), ("'lots'", "2GiB")),
-        ((*NET, "--zero", "4"), ("zero=4",)),
+        ((*NET, "--reserve", "lots"), ("--reserve lots", "2GiB")),
+        ((*NET, "--zero", "4"), ("--zero 4",)),
+        ((*NET, "--dp", "two"), ("--dp two: give a whole number",)),
+        ((*NET, "--memory", "1.5"), ("--memory 1.5: give bytes",)),
+        ((*NET, "--mesh", "1,1,2,1,1"), ("--mesh 1,1,2,1,1: a mesh has 1 to 3 axes",)),
+        ((*NET, "--delayed-update", "40"), ("--delayed-update 40", "give --states host and --update host")),
+        ((*NET, "--states", "device", "--params", "host"), ("give --states host, or --params device",)),
         ((*NET, "--nonsense"), ("--nonsense",)),
         (("plan", "zoo:net", "local:0"), ("devices_per_node", "0")),
         (("plan", "zoo:net", "8xNOPE"), ("no device 'NOPE'", "H100")),
@@ -91,6 +100,13 @@ def test_a_model_that_fits_nowhere(here: Path, command: Any) -> None:
     cluster = msgspec.to_builtins(ClusterSpec.local(2, memory_bytes=512))
     (here / "cluster.json").write_text(json.dumps(cluster))
     refuse(command("plan", "zoo:net", "cluster.json"), "missing", "largest tensor")
+
+
+def test_what_fits_nowhere_is_proved_whatever_is_pinned() -> None:
+    model, batch, loss = zoo.net()  # type: ignore[no-untyped-call]
+    for pins in ({}, {"dp": 2}):
+        with pytest.raises(InfeasibleError, match="no sharding fits"):
+            paraplan.compile(model, "local:2", example_inputs=batch, loss_fn=loss, memory="1KiB", **pins)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,3 +28,11 @@ def fences(document: Path) -> list[Fence]:
     return [
         Fence(document, found[1], found[2], text[: found.start()].count("\n") + 2) for found in _FENCE.finditer(text)
     ]
+
+
+def commands(fence: Fence) -> Iterator[list[str]]:
+    """The words of every command of a block."""
+    for line in fence.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            yield words

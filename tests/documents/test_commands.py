@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import inspect
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typer.main import get_command
 import paraplan
 from paraplan import cli
 
-from .fences import DOCUMENTS, ROOT, Fence, fences
+from .fences import DOCUMENTS, ROOT, commands, fences
 
 IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 SHELL = ("bash", "")
@@ -32,14 +31,6 @@ def prose(document: Path) -> str:
     for fence in fences(document):
         text = text.replace(f"```{fence.language}\n{fence.text}```", "")
     return text
-
-
-def commands(fence: Fence) -> Iterator[list[str]]:
-    """The words of every command of a block."""
-    for line in fence.text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if words:
-            yield words
 
 
 def parse(words: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from paraplan.ir.errors import ConstraintError, InfeasibleError, SolverLimitError
@@ -10,7 +12,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.decision_classes import grad_classes, param_classes
 from paraplan.planner.one_stage import on_mesh
-from paraplan.planner.param_pins import parse_param_pin
+from paraplan.planner.options.param_pins import parse_param_pin
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.search import search
 
@@ -44,29 +46,29 @@ def test_gradients_that_meet_share_a_class(tiny_stacks) -> None:  # type: ignore
 
 
 @pytest.mark.parametrize(
-    ("constraints", "message"),
+    ("pins", "message"),
     [
-        (Constraints(dp=0), "dp=0: must be at least 1"),
-        (Constraints(tp=-2), "tp=-2: must be at least 1"),
-        (Constraints(microbatches=0), "microbatches=0"),
-        (Constraints(zero=4), "zero=4: must be 0, 1, 2 or 3"),
-        (Constraints(sp=True), "sp needs a tensor-parallel axis"),
-        (Constraints(sp=True, tp=1, dp=4), "sp needs a tensor-parallel axis"),
-        (Constraints(zero=1, tp=4), "give dp as well"),
-        (Constraints(mesh=(4,), dp=4), "give the mesh or the degrees"),
-        (Constraints(mesh=(3,)), "3 places for 4 devices"),
-        (Constraints(mesh=(4, 0)), "at least 1"),
-        (Constraints(dp=2, tp=4), "dp=2 times tp=4 is 8, the cluster has 4"),
-        (Constraints(dp=3), "dp=3 does not divide"),
-        (Constraints(tp=8), "tp=8 does not divide"),
-        (Constraints(pp=2, dp=4), "dp=4 does not divide the 2 devices that pp=2 leaves a stage of 4"),
-        (Constraints(pp=2, mesh=(4,)), "4 places for 2 devices that pp=2 leaves a stage of 4"),
-        (Constraints(pp=2, dp=2, tp=2), "is 4, there are 2 devices that pp=2 leaves a stage of 4"),
+        ({"dp": 0}, "dp=0: must be at least 1"),
+        ({"tp": -2}, "tp=-2: must be at least 1"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"zero": 4}, "zero=4: must be 0, 1, 2 or 3"),
+        ({"sp": True}, "sp=True needs a tensor-parallel axis"),
+        ({"sp": True, "tp": 1, "dp": 4}, "sp=True needs a tensor-parallel axis"),
+        ({"zero": 1, "tp": 4}, "give dp as well"),
+        ({"mesh": (4,), "dp": 4}, "give the mesh or the degrees"),
+        ({"mesh": (3,)}, "3 places for 4 devices"),
+        ({"mesh": (4, 0)}, "at least 1"),
+        ({"dp": 2, "tp": 4}, "dp=2 times tp=4 is 8, the cluster has 4"),
+        ({"dp": 3}, "dp=3 does not divide"),
+        ({"tp": 8}, "tp=8 does not divide"),
+        ({"pp": 2, "dp": 4}, "dp=4 does not divide the 2 devices that pp=2 leaves a stage of 4"),
+        ({"pp": 2, "mesh": (4,)}, "4 places for 2 devices that pp=2 leaves a stage of 4"),
+        ({"pp": 2, "dp": 2, "tp": 2}, "is 4, there are 2 devices that pp=2 leaves a stage of 4"),
     ],
 )
-def test_contradictions_are_refused(constraints: Constraints, message: str) -> None:
+def test_contradictions_are_refused(pins: dict[str, Any], message: str) -> None:
     with pytest.raises(ConstraintError, match=message):
-        check_constraints(constraints, 4)
+        check_constraints(Constraints(**pins), 4)
 
 
 def test_parameter_pins() -> None:
@@ -92,15 +94,15 @@ def test_parameter_pins() -> None:
 
 
 def test_faults_of_constraints_and_model(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
-    for constraints, message in (
-        (Constraints(params={"nope": "R/R/R"}), "'nope', which the model does not have.*up.weight"),
-        (Constraints(params={"nope": "shard"}), "'nope', which the model does not have.*up.weight"),
-        (Constraints(params={"up.weight": "shard"}), r"params\['up.weight'\] = 'shard': give stored/grad/state"),
-        (Constraints(dp=2, microbatches=8), "batch of 8 does not divide over 2 data-parallel ranks in 8 microbatches"),
-        (Constraints(microbatches=3), "does not divide into 3 microbatches"),
-    ):
+    faults: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"params": {"nope": "R/R/R"}}, "'nope', which the model does not have.*up.weight"),
+        ({"params": {"up.weight": "shard"}}, r"params\['up.weight'\] = 'shard': give stored/grad/state"),
+        ({"dp": 2, "microbatches": 8}, "batch of 8 does not divide over 2 data-parallel ranks in 8 microbatches"),
+        ({"microbatches": 3}, "does not divide into 3 microbatches"),
+    )
+    for pins, message in faults:
         with pytest.raises(ConstraintError, match=message):
-            search(tiny_mlp.job(2), constraints, certify=False)
+            search(tiny_mlp.job(2), Constraints(**pins), certify=False)
     job = tiny_mlp.job(2, memory_bytes=1000)
     with pytest.raises(InfeasibleError, match="leaves a plan no device memory"):
         search(job, Constraints(reserve_bytes=job.cluster.groups[0].device.memory_bytes), certify=False)

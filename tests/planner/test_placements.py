@@ -11,7 +11,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tier_placement import PLACEMENTS, TierPlacement
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
-from paraplan.planner.placements import KEYWORDS, OFFLOAD_STATES, PlacementChoice
+from paraplan.planner.options.placements import KEYWORDS, OFFLOAD_STATES, PLACES, PlacementChoice
 
 NEAR = ("none", "host", "all", "fetched", "all-fetched")
 ALL = (*NEAR, "disk", "disk-all", "disk-fetched", "disk-all-fetched")
@@ -81,8 +81,8 @@ def test_every_choice_allows_what_it_says_or_says_why_not() -> None:
         try:
             found = check_constraints(Constraints(offload=offload, **options), 1).places
         except ConstraintError as fault:
-            assert "; give " in str(fault) and all(
-                f"{name}={value}" in str(fault) for name, value in options.items() if value
+            assert "give " in str(fault) and all(
+                f"{name}={value!r}" in str(fault) for name, value in options.items() if value
             )
             continue
         assert found and all(_has(place, choice) for place in found)
@@ -98,12 +98,12 @@ def _has(place: TierPlacement, choice: PlacementChoice) -> bool:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"place_states": "tape"}, "place_states=tape: one of device, host, disk, any, or several with commas"),
-        ({"update_on": "disk"}, "update_on=disk: one of device, host, any"),
-        ({"place_states": "device", "update_on": "host"}, "place_states=device, update_on=host: .*give states=host"),
-        ({"offload_states": "host", "update_on": "device"}, "that word says update_on=host; give one of them"),
-        ({"place_params": "host", "dp": 1, "zero": 1}, "place_params=host with zero=1: .*give zero=3 or 0"),
-        ({"place_states": "disk", "delayed_update": 1}, "with place_states=disk there is nothing"),
+        ({"place_states": "tape"}, f"place_states='tape': one of {', '.join(PLACES)}, any, or several with commas"),
+        ({"update_on": "disk"}, "update_on='disk': one of device, host, any"),
+        ({"place_states": "device", "update_on": "host"}, "'device', update_on='host': .*give place_states='host'"),
+        ({"offload_states": "host", "update_on": "device"}, "that word says update_on='host'; give one of them"),
+        ({"place_params": "host", "dp": 1, "zero": 1}, "place_params='host' with zero=1: .*give zero=3 or 0"),
+        ({"place_states": "disk", "delayed_update": 1}, "with place_states='disk' there is nothing"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
@@ -121,6 +121,6 @@ def test_rungs_allow_more_and_more() -> None:
         ):
             rungs = [set(each.allowed(tiers)) for each in choice.rungs(tiers)]
             assert all(rungs) and all(less < more for less, more in itertools.pairwise(rungs))
-    assert [each.text for each in OFFLOAD_STATES["any"].rungs(("host",))] == [
-        OFFLOAD_STATES[word].text for word in ("either", "any", "any-grads")
+    assert [each.given for each in OFFLOAD_STATES["any"].rungs(("host",))] == [
+        OFFLOAD_STATES[word].given for word in ("either", "any", "any-grads")
     ]

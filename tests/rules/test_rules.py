@@ -13,12 +13,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from paraplan.capture.reference import run_op
 from paraplan.ir.machine import reshard
 from paraplan.ir.machine.mesh import P, Partial, padded_dims
-from paraplan.rules import known_targets
+from paraplan.rules import known_targets, op_def
 from paraplan.rules.strategies import Strategy, axis_choices, dims_of, op_strategies, strategy_named
 from paraplan.rules.time_axis import extend
+from paraplan.runtime.executing.tracker import Ledger, Tracker
 from tests.rules.examples import Example, whole_first
+from tests.rules.workspace.measuring import local
 
 from .cases import Case, all_cases
 from .cases_float8 import float8_cases
@@ -83,6 +86,25 @@ def test_sharded_equals_whole(target: str, number: int) -> None:
         chosen = strategies if len(mesh) == 1 else _sample(strategies, MOST if mesh == (2, 2) else 12)
         for strategy in chosen:
             example.check(whole_first(strategy), mesh, strict=True)
+
+
+@pytest.mark.parametrize(("target", "number"), ALL)
+def test_no_more_is_allocated_inside_than_the_rule_says(target: str, number: int) -> None:
+    """To the byte, however small the inputs: what a kernel makes and drops is its rule's `workspace`."""
+    case, definition = CASES[target][number], op_def(target)
+    example = Example(target, case)
+    env, tracker, ledger = {name: value.clone() for name, value in case.inputs.items()}, Tracker(), Ledger()
+    for value in env.values():
+        ledger.register(value)
+    given_bytes = ledger.live_bytes
+    with tracker, tracker.booking(ledger):
+        run_op(example.op, env)
+    made = [None if out is None else local(env[out]) for out in example.outs]
+    said = 0
+    if definition is not None and definition.workspace is not None:
+        said = definition.workspace([local(env[name]) for name in example.op.tensors], made, case.args)
+    inside = ledger.peak_bytes - max(ledger.live_bytes, given_bytes)
+    assert inside <= said, f"{target} makes {inside} bytes inside, and its rule's workspace says {said}"
 
 
 @pytest.mark.parametrize(("target", "number"), ALL)

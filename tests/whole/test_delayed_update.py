@@ -28,8 +28,9 @@ from paraplan.lowering.phases import step_lists
 from paraplan.lowering.steps.delayed_update import UpdatePhase, flush_steps, in_phase
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import Constraints, warm_up_steps
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.options.values import warm_up_steps
 from paraplan.planner.search import search
 from paraplan.runtime.buckets import check_buckets
 from paraplan.runtime.in_process import InProcessTrainer
@@ -271,7 +272,7 @@ def test_what_cannot_be_late_is_refused() -> None:
     with pytest.raises(ConstraintError, match="delayed_update=-1: at least 0 steps"):
         check_constraints(Constraints(delayed_update=-1, offload="host"), 1)
     for states in ("none", "fetched", "disk", "all"):
-        with pytest.raises(ConstraintError, match=f"with offload_states={states} there is nothing; give place_states="):
+        with pytest.raises(ConstraintError, match=f"with offload_states={states!r} there is nothing; give place_"):
             check_constraints(Constraints(delayed_update=1, offload_states=states), 1)
     with pytest.raises(PlanMismatchError, match="plans with delayed_update cannot share a trainer"):
         check_buckets([plan, plan])

@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused() -> None:
     wrong = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
     with pytest.raises(InvalidPlanError, match=rf"parameter {name}: state_tier is 'tape'; it can be '', 'host'"):
         verify_plan(wrong)
-    with pytest.raises(ConstraintError, match=r"offload_states=tape: one of none, host, all, .*, either"):
+    with pytest.raises(ConstraintError, match=r"offload_states='tape': one of none, host, all, .*, either"):
         check_constraints(Constraints(offload_states="tape"), 1)
     params = {**stage.params, name: msgspec.structs.replace(layouts, state_tier="", stored_tier="host")}
     wrong = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, params=params),))
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused() -> None:
         match=rf"parameter {name}: params=host with states=device: .*; give states=host, or params=device",
     ):
         verify_plan(wrong)
-    with pytest.raises(ConstraintError, match=r"offload_states=all with zero=1.*give zero=3 or 0"):
+    with pytest.raises(ConstraintError, match=r"offload_states='all' with zero=1.*give zero=3 or 0"):
         check_constraints(Constraints(offload_states="all", dp=2, zero=1), 2)
     with pytest.raises(ConstraintError, match=r"params\['w'\].*'tape' is no placement: give one of none, host, all"):
         check_constraints(Constraints(params={"w": "R/R/R@tape"}), 1)

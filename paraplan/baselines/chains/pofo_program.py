@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from paraplan.baselines.chains.block_costs import BlockCosts
 from paraplan.baselines.chains.chain_blocks import BlockRun, forwards
-from paraplan.baselines.chains.rotor import Table
+from paraplan.baselines.chains.rotor import CostTable
 from paraplan.baselines.common import Clock
 from paraplan.planner.memory.problem import Tier
 
@@ -55,7 +55,7 @@ class PofoTable:
 
     def __init__(self, costs: BlockCosts, room_bytes: int, tier: Tier, clock: Clock) -> None:
         self.costs, self.tier, self.chain = costs, tier, costs.chain
-        self.table = Table(costs, room_bytes, SLOTS)
+        self.table = CostTable(costs, room_bytes, SLOTS)
         self.unit = max(1.0, self.table.room * self.table.unit / QUEUE)
         length, self.levels = len(costs.chain), np.arange(QUEUE + 1)
         self.free_bytes = np.arange(self.table.room + 1) * self.table.unit

@@ -34,7 +34,7 @@ SAVE = -2
 NONE = -1
 
 
-class Table:
+class CostTable:
     """C for every s ≤ t and number of slots, and what attains it (SAVE, or the block of the next checkpoint)."""
 
     def __init__(self, costs: BlockCosts, room_bytes: int, slots: int) -> None:
@@ -116,7 +116,7 @@ def plan_chain(chain: Chain, budget_bytes: int, limits: Limits, strategy: str) -
     for attempt in range(RETRIES):
         if room < 0 or (attempt and clock.over):
             break
-        table = Table(costs, room, limits.memory_slots)
+        table = CostTable(costs, room, limits.memory_slots)
         if not np.isfinite(table.seconds[0, -1, table.room]):
             break
         ops = pruned(problem, chain.ops(table.steps(0, len(chain) - 1, table.room)))

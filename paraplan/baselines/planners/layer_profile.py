@@ -280,7 +280,7 @@ def _held(job: Job, decisions: Decisions) -> tuple[list[int], list[int], list[in
     return parts  # type: ignore[return-value]
 
 
-class Links:
+class GroupLinks:
     """What messages take between groups of devices that lie one after another.
 
     Args:

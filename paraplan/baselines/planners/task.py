@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from paraplan.baselines.planners.layer_profile import Links, Profiles
+from paraplan.baselines.planners.layer_profile import GroupLinks, Profiles
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
@@ -42,9 +42,9 @@ class Task:
         return Profiles(job, self.constraints, self.budget, self.deadline, self.progress)
 
     @cached_property
-    def links(self) -> Links:
+    def links(self) -> GroupLinks:
         """What messages take."""
-        return Links(self.job.cluster)
+        return GroupLinks(self.job.cluster)
 
     @property
     def num_devices(self) -> int:
@@ -63,7 +63,7 @@ class Answer:
 
     Attributes:
         pins: degrees, microbatches, schedule and, in layers, stages.
-        remade: per layer, the preset (`planner.constraints.PRESETS`) by which it recomputes.
+        remade: per layer, the preset (`planner.options.values.PRESETS`) by which it recomputes.
         decisions: the shardings of one position's devices; None: those of least work under the pins.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paraplan.capture.canonical.canonical import define, ops
 from paraplan.ir.model.scan import parse_scan, scan_text
-from paraplan.ir.model.scan_gradient import Gradient, Late, Source, forward_alone, gradient_of, parse_step
+from paraplan.ir.model.scan_gradient import Gradient, InputSource, LateGradient, forward_alone, gradient_of, parse_step
 from paraplan.kernels.scan_kernels import run_scan
 
 
@@ -55,7 +55,7 @@ class _Scan(torch.autograd.Function):
         stacked, histories = kept[: found.forward.results], kept[found.forward.results :]
         tangents = grads[step.carries :]
 
-        def of(source: Source) -> Tensor:
+        def of(source: InputSource) -> Tensor:
             return _sourced(source, found, tensors[:first], stacked, histories, tangents)
 
         begins = [grad for grad, there in zip(grads, step.tangents[: step.carries], strict=False) if there]
@@ -78,14 +78,14 @@ class _Scan(torch.autograd.Function):
         return (None, *(grad if need else None for grad, need in kept_grads))
 
 
-def _late(late: Late, x: Tensor, operand: Tensor | None) -> Tensor:
+def _late(late: LateGradient, x: Tensor, operand: Tensor | None) -> Tensor:
     if operand is None:
         return torch.ops.aten.sum.dim_IntList(x, [0, *(1 + dim % (x.dim() - 1) for dim in late.dims)])
     return ops.linear_grad_weight(x, operand, late.transposed)
 
 
 def _sourced(
-    source: Source,
+    source: InputSource,
     found: Gradient,
     xs: Sequence[Tensor],
     stacked: Sequence[Tensor],

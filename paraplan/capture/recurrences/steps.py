@@ -12,7 +12,7 @@ from paraplan.capture.cutting.kinds import ALL_FORMS, write_body
 from paraplan.capture.cutting.segments import ForwardGraph, Piece
 from paraplan.capture.joint_graph import trace_joint
 from paraplan.capture.rewriting.joined_grads import join_slices
-from paraplan.ir.model.scan_gradient import Step
+from paraplan.ir.model.scan_gradient import LoopStep
 from paraplan.kernels.torch_private import FakeTensorMode
 
 
@@ -22,7 +22,7 @@ def trace_step(
     outputs: Sequence[fx.Node],
     size: tuple[int, bool],
     mode: FakeTensorMode,
-) -> Step:
+) -> LoopStep:
     """Traces a step.
 
     Args:
@@ -52,7 +52,7 @@ def trace_step(
         if joint.tangents[index - len(xs)] and grads[index] is None:
             spec = writer.values[carry]
             grads[index] = writer.one("aten.full.default", (spec.shape, 0.0), spec, {"dtype": ":" + spec.dtype})
-    return Step(
+    return LoopStep(
         steps=size[0],
         inputs=len(xs),
         carries=len(carries),

@@ -14,14 +14,19 @@ or some of its fields, "states=disk,update=device"; what is left out is as in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tiers import NEAREST, TIERS
+from paraplan.ir.option_words import Phrase
 
 DEVICE, HOST = "device", "host"
 """Who updates a parameter. `DEVICE` is also how texts write the place that fields call ""."""
+
+
+def _as_field(name: str, place: str) -> str:
+    return f"{name}={place}"
 
 
 class TierPlacement(NamedTuple):
@@ -81,34 +86,40 @@ class TierPlacement(NamedTuple):
         ]
         return "-".join(parts if parts and self.states == NEAREST else [self.states, *parts])
 
-    def contradictions(self) -> tuple[str, ...]:
-        """Why no step can be executed so, and the way out; empty where one can."""
+    def contradictions(self, written: Callable[[str, str], object] = _as_field) -> tuple[Phrase, ...]:
+        """Why no step can be executed so, and the way out; empty where one can.
+
+        Args:
+            written: a field with a place, as messages have it.
+        """
         where = {"states": self.states, "params": self.params, "grads": self.grads}
         faults = [
-            f"{name}={tier!r}: there is no such tier; there are {', '.join((DEVICE, *TIERS))}"
+            Phrase("{}: there is no such tier; there are {}", written(name, tier), (DEVICE, *TIERS))
             for name, tier in where.items()
             if tier and tier not in TIERS
         ]
         if self.update not in (DEVICE, HOST):
-            faults.append(f"update={self.update!r}: give {DEVICE} or {HOST}")
+            faults.append(Phrase("{}: give {} or {}", written("update", self.update), DEVICE, HOST))
         if faults:
             return tuple(faults)
+        states, updated = written("states", self.states or DEVICE), written("update", self.update)
         if self.update == HOST and not self.states:
+            ways = (written("states", NEAREST), written("update", DEVICE))
             faults.append(
-                f"update={HOST}, and states are on the device, which updates them; give states={NEAREST}, or "
-                f"update={DEVICE}"
+                Phrase("{}, and states are on the device, which updates them; give {}, or {}", updated, *ways)
             )
         if self.params not in ("", self.states):
-            faults.append(
-                f"params={self.params} with states={self.states or DEVICE}: a parameter off the device is in its "
-                f"state's storage; give states={self.params}, or params={DEVICE}"
-            )
-        ends = " or ".join(dict.fromkeys(tier or DEVICE for tier in (self.update_tier, self.states)))
+            fault = "{} with {}: a parameter off the device is in its state's storage; give {}, or {}"
+            ways = (written("states", self.params), written("params", DEVICE))
+            faults.append(Phrase(fault, written("params", self.params), states, *ways))
+        ends = dict.fromkeys(tier or DEVICE for tier in (self.update_tier, self.states))
         if self.grads not in (self.update_tier, self.states):
-            faults.append(
-                f"grads={self.grads or DEVICE} with states={self.states or DEVICE} and update={self.update}: a "
-                f"gradient is where its update is done, or beside the states that come to it; give grads={ends}"
+            fault = (
+                "{} with {} and {}: a gradient is where its update is done, or beside the states that come to it; "
+                f"give {' or '.join('{}' for _ in ends)}"
             )
+            given = (written("grads", self.grads or DEVICE), states, updated)
+            faults.append(Phrase(fault, *given, *(written("grads", end) for end in ends)))
         return tuple(faults)
 
 
@@ -163,7 +174,7 @@ def parse_placement(text: str) -> TierPlacement:
     for placed in PLACEMENTS.values():
         if given.items() <= placed._asdict().items():
             return placed
-    raise ConstraintError(f"{text!r} is no placement: {'; '.join(completed(given).contradictions())}")
+    raise ConstraintError(f"{text!r} is no placement: {'; '.join(map(str, completed(given).contradictions()))}")
 
 
 def completed(fields: Mapping[str, str]) -> TierPlacement:

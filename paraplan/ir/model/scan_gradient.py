@@ -37,7 +37,7 @@ PRODUCTS = frozenset(
 """Ops that are never computed again inside of a step."""
 
 
-class Step(Value, frozen=True, kw_only=True):
+class LoopStep(Value, frozen=True, kw_only=True):
     """One step of a loop with its gradient.
 
     Attributes:
@@ -73,7 +73,7 @@ class Step(Value, frozen=True, kw_only=True):
         return tuple(next(names) if there else None for there in self.tangents)
 
 
-class Source(NamedTuple):
+class InputSource(NamedTuple):
     """Where a per-step input of the backward comes from.
 
     Attributes:
@@ -86,7 +86,7 @@ class Source(NamedTuple):
     number: int
 
 
-class Late(NamedTuple):
+class LateGradient(NamedTuple):
     """The gradient of a constant made after the loop, over all steps.
 
     Attributes:
@@ -99,7 +99,7 @@ class Late(NamedTuple):
 
     constant: int
     result: int
-    source: Source | None
+    source: InputSource | None
     transposed: bool = False
     dims: tuple[int, ...] = ()
 
@@ -119,19 +119,19 @@ class Gradient(NamedTuple):
     """
 
     forward: Scan
-    outputs: tuple[Source, ...]
+    outputs: tuple[InputSource, ...]
     backward: Scan
-    sources: tuple[Source, ...]
+    sources: tuple[InputSource, ...]
     inputs: tuple[int, ...]
     given: tuple[int, ...]
     constants: tuple[int, ...]
-    late: tuple[Late, ...]
+    late: tuple[LateGradient, ...]
 
 
 @SESSION.cached(256)
-def parse_step(text: str) -> Step:
+def parse_step(text: str) -> LoopStep:
     """A step from its text, which `msgspec.json` writes."""
-    return msgspec.json.decode(text, type=Step)
+    return msgspec.json.decode(text, type=LoopStep)
 
 
 @SESSION.cached(256)
@@ -154,7 +154,7 @@ def gradient_of(text: str, wanted: tuple[bool, ...]) -> Gradient:
 
 
 def _scan(
-    step: Step,
+    step: LoopStep,
     inputs: Sequence[str],
     outputs: Sequence[str | None],
     results: int,
@@ -198,18 +198,18 @@ class _LateGrad(NamedTuple):
         """What it reads besides its first operand."""
         return self.op.tensors[1:]
 
-    def made(self, results: Sequence[str], sources: Mapping[str, Source]) -> Late:
+    def made(self, results: Sequence[str], sources: Mapping[str, InputSource]) -> LateGradient:
         """It, by where its operands are."""
         result = results.index(self.op.tensors[0])
         if self.op.target == SUM:
-            return Late(self.constant, result, None, dims=tuple(self.op.args[1]))
-        return Late(self.constant, result, sources[self.op.tensors[1]], bool(self.op.args[2]))
+            return LateGradient(self.constant, result, None, dims=tuple(self.op.args[1]))
+        return LateGradient(self.constant, result, sources[self.op.tensors[1]], bool(self.op.args[2]))
 
 
 class _Split:
     """Splits one step."""
 
-    def __init__(self, step: Step, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, step: LoopStep, wanted: tuple[bool, ...]) -> None:
         self.step, self.joint = step, step.joint
         first, last = step.inputs, step.inputs + step.carries
         self.xs, self.given, self.consts = step.outside[:first], step.outside[first:last], step.outside[last:]
@@ -259,7 +259,7 @@ class _Split:
         sources = {name: self._source(name, histories, stacked) for name in (*saved, *self.xs)}
         tangents = [name for name in step.tangent_names[step.carries :] if name is not None]
         places = [index for index, there in enumerate(step.tangents[step.carries :]) if there]
-        sources |= {name: Source("tangent", index) for name, index in zip(tangents, places, strict=True)}
+        sources |= {name: InputSource("tangent", index) for name, index in zip(tangents, places, strict=True)}
         body = _body(self.joint, (*sources, *begins, *self.consts), roots)
         read = {*roots, *(name for op in body.ops for name in op.tensors)}
         inputs = [name for name in sources if name in read]
@@ -329,12 +329,12 @@ class _Split:
             or (after in saved and after not in (*self.results, *self.xs, *self.consts))
         ]
 
-    def _source(self, name: str, histories: Sequence[str], stacked: Sequence[str]) -> Source:
+    def _source(self, name: str, histories: Sequence[str], stacked: Sequence[str]) -> InputSource:
         if name in histories:
-            return Source("before", histories.index(name))
+            return InputSource("before", histories.index(name))
         if name in stacked:
-            return Source("result", stacked.index(name))
+            return InputSource("result", stacked.index(name))
         if name in self.xs:
-            return Source("input", self.xs.index(name))
+            return InputSource("input", self.xs.index(name))
         carry = next(c for c, n in zip(self.given, self.nexts, strict=True) if n == name and c in histories)
-        return Source("after", histories.index(carry))
+        return InputSource("after", histories.index(carry))

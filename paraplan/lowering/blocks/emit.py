@@ -36,15 +36,13 @@ Dims = tuple[int, ...]
 class BlockEmitter(LaidValues):
     """Collects the instructions of one block on an extended mesh (axis 0: microbatches).
 
-    `overwrites`: nobody else reads what the block is given, so all-reduces work in place. `zeroed` has (local value,
-    dim) where padding is zero, `filled` the values whose padding was set.
+    `overwrites`: nobody else reads what the block is given, so all-reduces work in place.
     """
 
     def __init__(self, name: str, mesh_shape: Dims, role: BlockRole, kind: str = "", overwrites: bool = False) -> None:
         super().__init__(mesh_shape, overwrites)
         self.name, self.role, self.kind = name, role, kind
         self._instrs: list[Instr] = []
-        self.filled: dict[tuple[str, int, float], str] = {}
 
     def _named(self, name: str) -> str:
         """What the block calls a value of the graph."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from paraplan.ir.execution.rank_program import Instr, LocalValue
 from paraplan.ir.machine.mesh import Layout
@@ -17,15 +16,13 @@ from paraplan.ir.model.graph import Arg, Op
 from paraplan.ir.model.op_rule import ALIAS, ELEMENTWISE, PART, ROWS, OpRule, amount_of, storage_order
 from paraplan.ir.model.strides import contiguous_strides, elementwise_strides, is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.blocks.laid_values import LaidValues
 from paraplan.rules.carried_rules import definition_of, registered_work
-
-if TYPE_CHECKING:
-    from paraplan.lowering.blocks.emit import BlockEmitter
 
 Dims = tuple[int, ...]
 
 
-def row_major(emitter: BlockEmitter, op: Op, names: dict[tuple[str, Layout], str]) -> dict[tuple[str, Layout], str]:
+def row_major(emitter: LaidValues, op: Op, names: dict[tuple[str, Layout], str]) -> dict[tuple[str, Layout], str]:
     """The op's inputs, copied where they do not lie as the op wants them.
 
     Args:
@@ -51,7 +48,7 @@ def row_major(emitter: BlockEmitter, op: Op, names: dict[tuple[str, Layout], str
 
 
 def emit_carried(
-    emitter: BlockEmitter,
+    emitter: LaidValues,
     op: Op,
     args: tuple[Arg, ...],
     kwargs: dict[str, Arg],
@@ -102,7 +99,7 @@ def emit_carried(
 
 
 def _unowned(
-    emitter: BlockEmitter, rule: OpRule, index: int, local: str, spec: TensorSpec, sources: list[LocalValue]
+    emitter: LaidValues, rule: OpRule, index: int, local: str, spec: TensorSpec, sources: list[LocalValue]
 ) -> str:
     """The local name of a result that shares an input's storage or is part of a larger one, until it is copied."""
     if rule.lies[index] == ALIAS:

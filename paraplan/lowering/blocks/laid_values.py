@@ -16,7 +16,6 @@ from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
 from paraplan.lowering.blocks.moves import LayoutMoves
-from paraplan.lowering.blocks.padding import keep_zeros
 
 Dims = tuple[int, ...]
 
@@ -27,6 +26,10 @@ class LaidValues(LayoutMoves):
     Args:
         mesh_shape: of the extended mesh.
         overwrites: as of `BlockEmitter`.
+
+    Attributes:
+        zeroed: (local value, dim) where padding is zero.
+        filled: the values whose padding was set.
     """
 
     def __init__(self, mesh_shape: Dims, overwrites: bool) -> None:
@@ -35,6 +38,7 @@ class LaidValues(LayoutMoves):
         self.specs: dict[str, TensorSpec] = {}
         self.inputs: dict[str, None] = {}
         self.zeroed: set[tuple[str, int]] = set()
+        self.filled: dict[tuple[str, int, float], str] = {}
         self._home: dict[str, Layout] = {}
         self._given: dict[str, LocalValue] = {}
         self._arriving: dict[str, tuple[LocalValue, LocalValue]] = {}
@@ -145,7 +149,9 @@ class LaidValues(LayoutMoves):
             move: along one axis.
         """
         result = self._move(name, local, move)
-        keep_zeros(self, name, local, move, result)
+        for dim, axis in padded_dims(self.specs[name].shape, move.after, self.mesh_shape):
+            if axis == move.axis or (local, dim) in self.zeroed:  # padding that the move added, or that was zero before
+                self.zeroed.add((result, dim))
         return result
 
     def path(self, name: str, layout: Layout, since: Layout | None = None) -> tuple[Move, ...]:

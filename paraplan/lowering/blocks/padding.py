@@ -8,22 +8,17 @@ parameters are loaded so and no update touches it, and moves pad with zeros.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from paraplan.ir.execution.rank_program import Instr, LocalValue
 from paraplan.ir.machine.mesh import Layout, padded_dims
-from paraplan.ir.machine.reshard import Move
 from paraplan.ir.model.graph import Graph, Op
+from paraplan.lowering.blocks.laid_values import LaidValues
 from paraplan.rules.localise import axis_key
 from paraplan.rules.strategies import Strategy, dims_of
-
-if TYPE_CHECKING:
-    from paraplan.lowering.blocks.emit import BlockEmitter
 
 Names = dict[tuple[str, Layout], str]
 
 
-def fill_padding(emitter: BlockEmitter, op: Op, graph: Graph, strategy: Strategy, names: Names) -> Names:
+def fill_padding(emitter: LaidValues, op: Op, graph: Graph, strategy: Strategy, names: Names) -> Names:
     """The local names an op reads, after filling what it must not see as it is.
 
     Args:
@@ -48,21 +43,7 @@ def fill_padding(emitter: BlockEmitter, op: Op, graph: Graph, strategy: Strategy
     return found
 
 
-def keep_zeros(emitter: BlockEmitter, name: str, source: str, move: Move, result: str) -> None:
-    """Note which padding of a moved value is zero: what the move added, and what was zero before.
-
-    Args:
-        emitter: the block's.
-        name: of the value.
-        source, result: local names before and after the move.
-        move: what was done.
-    """
-    for dim, axis in padded_dims(emitter.specs[name].shape, move.after, emitter.mesh_shape):
-        if axis == move.axis or (source, dim) in emitter.zeroed:
-            emitter.zeroed.add((result, dim))
-
-
-def _filled(emitter: BlockEmitter, local: str, dim: int, axis: int, size: int, value: float) -> str:
+def _filled(emitter: LaidValues, local: str, dim: int, axis: int, size: int, value: float) -> str:
     if value == 0 and (local, dim) in emitter.zeroed:
         return local
     key = (local, dim, value)
@@ -71,7 +52,7 @@ def _filled(emitter: BlockEmitter, local: str, dim: int, axis: int, size: int, v
     return emitter.filled[key]
 
 
-def _fill(emitter: BlockEmitter, local: str, dim: int, axis: int, size: int, value: float) -> str:
+def _fill(emitter: LaidValues, local: str, dim: int, axis: int, size: int, value: float) -> str:
     source = emitter.values[local]
     block, out = source.shape[dim], emitter._unique(f"{local}^tail{dim}")
     args = ("%" + local, dim, size, f"#{axis_key(axis)}:{block}", value)

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
-from paraplan.ir.options import check_fields
 from paraplan.ir.plan import Plan
 from paraplan.planner.constraints import Constraints
 
@@ -23,12 +22,10 @@ def constraints_from(pins: Mapping[str, Any], place: str = "pins") -> Constraint
         InvalidPlanError: an unknown name, a wrong type, or a value that makes no sense.
     """
     try:
-        made = msgspec.convert(pins, Constraints)
-        check_fields(made)
+        return msgspec.convert(pins, Constraints)
     except (msgspec.ValidationError, ConstraintError, TypeError, ValueError) as fault:
         said = str(fault).replace("`$", f"`{place}")
         raise InvalidPlanError(f"the plan's {place} are none ({said}): the file was edited. Plan again") from None
-    return made
 
 
 def check_pins(plan: Plan) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.model.program import Program
+from paraplan.ir.option_words import OptionValue
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
@@ -128,7 +129,8 @@ def _check_sizes(constraints: Constraints, program: Program) -> None:
     batch = program.batch_size
     pp, name, count, stages = constraints.pp, constraints.schedule, constraints.microbatches, constraints.stages
     if constraints.dp is not None and batch % constraints.dp:
-        raise ConstraintError(f"dp={constraints.dp} does not divide a batch of {batch}; use a divisor of it")
+        dp = OptionValue("dp", constraints.dp)
+        raise ConstraintError("{} does not divide a batch of {}; use a divisor of it", dp, batch)
     if pp is not None and name in NAMED and count is not None:
         orders = named_orders(name, pp, count, None if stages is None else len(stages) // pp)
         schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)

@@ -45,7 +45,7 @@ def no_room(needed_bytes: int, budget: int) -> SolverLimitError:
 
 
 @dataclass
-class Effort:
+class PlanningEffort:
     """What pipelines take to plan.
 
     Attributes:

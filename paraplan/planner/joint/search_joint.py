@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from paraplan.ir.errors import NoPlanError, ParaplanError, SolverLimitError
+from paraplan.ir.errors import InfeasibleError, NoPlanError, ParaplanError, SolverLimitError
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.process.cores import num_cores
 from paraplan.ir.process.workers import Workers
@@ -29,8 +29,9 @@ from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.bounding.proving import Bounding, bound_of
+from paraplan.planner.joint.bounding.relaxations import fits_nowhere
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.drafting import Drafting, Effort
+from paraplan.planner.joint.drafting import Drafting, PlanningEffort
 from paraplan.planner.joint.drafting_beside import Drafted, PackedEstimate, drafted_beside, received
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
@@ -224,7 +225,7 @@ class JointSearch:
         """Plan estimated combinations, the most promising first, until no other promises to be faster; whether all that
         were to fit did, or there was no time for others.
         """
-        waiting, in_vain, effort = list(estimates), 0, Effort(len(self.job.program.segments))
+        waiting, in_vain, effort = list(estimates), 0, PlanningEffort(len(self.job.program.segments))
         self._promise.unfit.clear()
         most = max((each.combination.num_actions for each in estimates), default=1)
 
@@ -278,7 +279,8 @@ class JointSearch:
             return faults[-1]
         fault = said[0] if self._piped else said[-1]
         more = f"; nor was anything found of {len(self.words)} tried: {'; '.join(self.words)}"
-        return SolverLimitError(f"{fault}{more}", lambda: f"{fault.explained()}{more}")
+        kind = InfeasibleError if fits_nowhere(self.job, self.constraints, self.budget) else SolverLimitError
+        return kind(f"{fault}{more}", lambda: f"{fault.explained()}{more}")
 
     def _hoped_s(self, estimate: Estimate) -> float:
         return self._promise.hoped_s(estimate, self.pricing.kind(estimate.combination))

@@ -117,7 +117,7 @@ def peak_without(problem: MemoryProblem) -> int:
 
 
 @dataclass(frozen=True)
-class Least:
+class LeastBudget:
     """Between what the least budget that does lies.
 
     Attributes:
@@ -129,7 +129,7 @@ class Least:
     found_bytes: int
 
 
-def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> Least:
+def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> LeastBudget:
     """What is needed at least, and the least budget above one that does not do for which a schedule was found.
 
     Args:
@@ -150,7 +150,7 @@ def least_budget(problem: MemoryProblem, above_bytes: int, time_s: float) -> Lea
         except NoPlanError:
             low = tried
         tried = (low + high) // 2
-    return Least(need, high)
+    return LeastBudget(need, high)
 
 
 def least_words(problem: MemoryProblem, above_bytes: int, time_s: float) -> str:

@@ -21,7 +21,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.joint.combinations import EACH, inner_meshes, microbatch_counts, replica_counts
 from paraplan.planner.mixed.group_sets import FEW, cluster_of
-from paraplan.planner.mixed.positions import MixedPipeline, Span
+from paraplan.planner.mixed.positions import MixedPipeline, PositionSpan
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.schedules.named import NAMED
 from paraplan.rules.time_axis import program_micro
@@ -79,7 +79,7 @@ def position_parts(cluster: ClusterSpec, inner: Constraints) -> dict[int, Cluste
     return found
 
 
-def span_options(job: Job, constraints: Constraints, group: int) -> dict[Span, frozenset[int]]:
+def span_options(job: Job, constraints: Constraints, group: int) -> dict[PositionSpan, frozenset[int]]:
     """How a group's devices may be divided into positions, each with the microbatches that it can take.
 
     Args:
@@ -92,11 +92,11 @@ def span_options(job: Job, constraints: Constraints, group: int) -> dict[Span, f
         per_node = part.groups[0].devices_per_node
         for mesh in inner_meshes(part.num_devices, per_node, inner):
             replicas = replica_counts(inner, mesh, part.num_devices, per_node)
-            found[Span(group, count, mesh)] = frozenset(microbatch_counts(job, inner, replicas))
+            found[PositionSpan(group, count, mesh)] = frozenset(microbatch_counts(job, inner, replicas))
     return found
 
 
-def divisions(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[Span, ...], tuple[int, ...]]]:
+def divisions(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]:
     """Ways to divide all groups into positions, in the order of the cluster, and the microbatches each can take, the
     most first."""
     options = [span_options(job, constraints, group) for group in range(len(job.cluster.groups))]
@@ -113,14 +113,14 @@ def divisions(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[Span, 
             yield spans, tuple(sorted(shared, reverse=True))
 
 
-def _fewest_and_most(options: dict[Span, frozenset[int]]) -> dict[Span, frozenset[int]]:
+def _fewest_and_most(options: dict[PositionSpan, frozenset[int]]) -> dict[PositionSpan, frozenset[int]]:
     counts = sorted({span.count for span in options})
     kept = {*counts[:2], *counts[-2:]}
     return {span: micros for span, micros in options.items() if span.count in kept}
 
 
 def scheduled(
-    job: Job, constraints: Constraints, spans: tuple[Span, ...], microbatches: int
+    job: Job, constraints: Constraints, spans: tuple[PositionSpan, ...], microbatches: int
 ) -> Iterator[MixedPipeline]:
     """The pipelines of some spans in this order: every schedule that takes them, with every number of stages a
     position.

@@ -18,7 +18,7 @@ from paraplan.planner.schedules.named import NAMED
 
 
 @dataclass(frozen=True)
-class Span:
+class PositionSpan:
     """Positions that follow each other on the devices of one group.
 
     Attributes:
@@ -43,7 +43,7 @@ class MixedPipeline:
         each: stages a position.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[PositionSpan, ...]
     microbatches: int
     schedule: str
     each: int = 1
@@ -99,7 +99,7 @@ def group_devices(cluster: ClusterSpec, group: int) -> range:
     return range(first, first + counts[group])
 
 
-def span_meshes(cluster: ClusterSpec, span: Span, like: Mesh) -> tuple[Mesh, ...]:
+def span_meshes(cluster: ClusterSpec, span: PositionSpan, like: Mesh) -> tuple[Mesh, ...]:
     """The meshes of a span's positions, over the next devices of its group each.
 
     Args:

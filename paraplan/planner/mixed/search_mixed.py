@@ -36,7 +36,7 @@ from paraplan.planner.mixed.links import Handing
 from paraplan.planner.mixed.listing import divisions, group_orders, scheduled
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate, MixedPricer, shifted
 from paraplan.planner.mixed.mixed_plan import MixedCase
-from paraplan.planner.mixed.positions import MixedPipeline, Position, Span, device_budgets, span_meshes
+from paraplan.planner.mixed.positions import MixedPipeline, Position, PositionSpan, device_budgets, span_meshes
 from paraplan.planner.mixed.shares import least_s, quick_s, shared_s
 from paraplan.planner.mixed.span_prices import SpanPrices, divides
 from paraplan.planner.mixed.work_bound import certified_by_work
@@ -139,7 +139,7 @@ class MixedSearch:
             raise self._nothing(bool(estimates))
         return self._finished(self.best), self.best.case
 
-    def _price(self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]) -> None:
+    def _price(self, ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]) -> None:
         """Price few numbers of microbatches, each `COARSE` times fewer than the last, and those near their best."""
         every = sorted({count for _, counts in ways for count in counts}, reverse=True)
         few = every[:1]
@@ -163,7 +163,7 @@ class MixedSearch:
             f"no pipeline over the differing groups of {cluster} was found{': ' * bool(self.over)}{self.over}"
         )
 
-    def estimates(self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]) -> list[MixedEstimate]:
+    def estimates(self, ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]) -> list[MixedEstimate]:
         """Of the best by the closed form, the most promising first."""
         quick: list[tuple[float, int, MixedPipeline, tuple[Position, ...]]] = []
         numbers = itertools.count()
@@ -206,11 +206,11 @@ class MixedSearch:
         return self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s
 
     def _listed(
-        self, ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]]
+        self, ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]
     ) -> Iterator[tuple[float, MixedPipeline, tuple[StagePrices, ...]]]:
         """Pipelines in every order of the groups, under every schedule, of the divisions and shardings of least work;
         each with what it takes at least by the closed form."""
-        shared: list[tuple[float, int, tuple[Span, ...], int, tuple[StagePrices, ...]]] = []
+        shared: list[tuple[float, int, tuple[PositionSpan, ...], int, tuple[StagePrices, ...]]] = []
         numbers = itertools.count()
         for spans, counts in ways:
             for count in counts:
@@ -310,7 +310,9 @@ class MixedSearch:
         return None
 
 
-def _of(ways: Sequence[tuple[tuple[Span, ...], tuple[int, ...]]], chosen: Sequence[int]) -> Iterator[tuple[Span, int]]:
+def _of(
+    ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]], chosen: Sequence[int]
+) -> Iterator[tuple[PositionSpan, int]]:
     """The spans of some ways with those of their microbatches that are chosen."""
     return ((span, count) for spans, counts in ways for span in spans for count in counts if count in chosen)
 

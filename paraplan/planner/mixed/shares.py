@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from paraplan.planner.joint.closed_form import FILLED
 from paraplan.planner.mixed.links import Handing
-from paraplan.planner.mixed.positions import MixedPipeline, Position, Span
+from paraplan.planner.mixed.positions import MixedPipeline, Position, PositionSpan
 
 HALVINGS = 40
 
 
-def shared_s(spans: Sequence[Span], seconds: Sequence[float]) -> float:
+def shared_s(spans: Sequence[PositionSpan], seconds: Sequence[float]) -> float:
     """What a microbatch takes of every position where each does as much as it can in that time.
 
     Args:

@@ -20,7 +20,7 @@ from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.pricing import PRICED_SHARE, Pricing
 from paraplan.planner.mixed.group_sets import cluster_of
 from paraplan.planner.mixed.listing import inner_constraints
-from paraplan.planner.mixed.positions import Span
+from paraplan.planner.mixed.positions import PositionSpan
 from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
 
@@ -40,7 +40,7 @@ class SpanPrices:
     progress: Callable[[str], None]
     limit_s: float
     _pricings: dict[bytes, Pricing] = field(default_factory=dict)
-    _there: dict[tuple[Span, int, int], StagePrices | None] = field(default_factory=dict)
+    _there: dict[tuple[PositionSpan, int, int], StagePrices | None] = field(default_factory=dict)
 
     @property
     def faults(self) -> tuple[ParaplanError, ...]:
@@ -54,7 +54,7 @@ class SpanPrices:
         """Bytes that a device of a group may hold."""
         return device_budget(self.job.cluster, self.constraints, group)
 
-    def price(self, wanted: Iterable[tuple[Span, int]], share: float = 1.0) -> None:
+    def price(self, wanted: Iterable[tuple[PositionSpan, int]], share: float = 1.0) -> None:
         """Price what spans and microbatches need, each group kind in its share of the time.
 
         Args:
@@ -73,12 +73,12 @@ class SpanPrices:
             unknown = [each for each in combinations if pricing.kind(each) not in pricing.prices]
             pricing.price_all(unknown, rivals=False)
 
-    def of(self, span: Span, microbatches: int) -> tuple[StagePrices, ...]:
+    def of(self, span: PositionSpan, microbatches: int) -> tuple[StagePrices, ...]:
         """What was priced for a span, fastest first; nothing where there is no sharding, or none was looked for."""
         pricing = self._pricings.get(self._kind(span.group))
         return () if pricing is None else pricing.of(_combination(span, microbatches))
 
-    def mesh_shape(self, span: Span, microbatches: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def mesh_shape(self, span: PositionSpan, microbatches: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The mesh of a position, of one that was priced.
 
         Args:
@@ -88,7 +88,7 @@ class SpanPrices:
         """
         return self._pricings[self._kind(span.group)].mesh_shape(_combination(span, microbatches), shape)
 
-    def there(self, span: Span, microbatches: int, prices: StagePrices) -> StagePrices | None:
+    def there(self, span: PositionSpan, microbatches: int, prices: StagePrices) -> StagePrices | None:
         """Prices of a sharding on a span's own mesh, where its dims may not divide (see `divides`); None where there is
         no such mesh.
 
@@ -136,6 +136,6 @@ def divides(prices: StagePrices) -> bool:
     return True
 
 
-def _combination(span: Span, microbatches: int) -> Combination:
+def _combination(span: PositionSpan, microbatches: int) -> Combination:
     """A span as a pipeline over its own group."""
     return Combination(span.count, span.mesh, microbatches, "1f1b", 1)

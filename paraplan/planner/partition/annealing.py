@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CoolingSchedule:
     """How the search cools.
 
     Attributes:
@@ -86,7 +86,7 @@ class Annealer:
         cut = (self.counts > 0) & (self.counts < self.pins[:, None, None])
         self.loads += self.pays[:, None] * np.einsum("n,ndc->dc", self.cost, cut)
 
-    def run(self, steps: int, schedule: Schedule, target: float, deadline: float) -> float:
+    def run(self, steps: int, schedule: CoolingSchedule, target: float, deadline: float) -> float:
         """Cool once in so many steps, ending early at a target or a deadline; the best load of all chains so far.
 
         Args:

@@ -58,7 +58,7 @@ class LoadProblem:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlacement:
     """A device for each group, accelerators numbered first; None where, proved, there is none.
 
     Attributes:

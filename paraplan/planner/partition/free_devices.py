@@ -17,17 +17,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paraplan.planner.partition.annealing import Annealer, Schedule
-from paraplan.planner.partition.device_loads import LoadProblem, Placement, contracted, device_loads
+from paraplan.planner.partition.annealing import Annealer, CoolingSchedule
+from paraplan.planner.partition.device_loads import DevicePlacement, LoadProblem, contracted, device_loads
 from paraplan.planner.partition.load_bounds import load_bound
 from paraplan.planner.partition.reassign import reassign
 from paraplan.planner.solvers.milp import Status
 
 _SCHEDULES = (
-    Schedule(0.02, 3e-4, 20.0, 60.0),
-    Schedule(0.003, 5e-5, 12.0, 100.0),
-    Schedule(0.0015, 3e-5, 12.0, 100.0),
-    Schedule(0.03, 5e-4, 30.0, 100.0),
+    CoolingSchedule(0.02, 3e-4, 20.0, 60.0),
+    CoolingSchedule(0.003, 5e-5, 12.0, 100.0),
+    CoolingSchedule(0.0015, 3e-5, 12.0, 100.0),
+    CoolingSchedule(0.03, 5e-4, 30.0, 100.0),
 )
 _CHAINS, _STEPS = 256, 16_000
 _PROGRAM_S = 5.0
@@ -37,8 +37,8 @@ _SAME = 1e-9
 
 
 def place_freely(
-    problem: LoadProblem, start: Placement | None = None, time_limit_s: float = 60.0, rounds: int = 8
-) -> Placement:
+    problem: LoadProblem, start: DevicePlacement | None = None, time_limit_s: float = 60.0, rounds: int = 8
+) -> DevicePlacement:
     """A placement with a small largest load.
 
     Args:
@@ -54,10 +54,10 @@ def place_freely(
     if known is None:
         known, infeasible = _first(smaller, time_limit_s)
         if known is None:
-            return Placement(None, np.inf, np.inf if infeasible or np.isinf(bound) else bound)
+            return DevicePlacement(None, np.inf, np.inf if infeasible or np.isinf(bound) else bound)
     best, bound = _search(smaller, known, bound, deadline, rounds)
     load = float(device_loads(smaller, best).max())
-    return Placement(tuple(best[group] for group in merged), load, min(bound, load))
+    return DevicePlacement(tuple(best[group] for group in merged), load, min(bound, load))
 
 
 def _restricted(problem: LoadProblem, merged: Sequence[int], devices: Sequence[int]) -> list[int] | None:

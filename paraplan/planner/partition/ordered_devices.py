@@ -18,7 +18,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from paraplan.planner.partition.device_loads import Floats, LoadProblem, Placement, contracted, device_loads
+from paraplan.planner.partition.device_loads import DevicePlacement, Floats, LoadProblem, contracted, device_loads
 from paraplan.planner.partition.ideals import Ideals, all_ideals, ideals_of_orders, some_orders
 
 Ints = NDArray[np.int64]
@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 
 def place_in_order(
     problem: LoadProblem, bound: float = 0.0, time_limit_s: float = np.inf, most_ideals: int = 60_000
-) -> Placement:
+) -> DevicePlacement:
     """The ordered placement with the least load.
 
     Args:
@@ -49,9 +49,9 @@ def place_in_order(
         except TimeoutError:
             pass
     if best is None:
-        return Placement(None, np.inf, np.inf if proved else bound)
+        return DevicePlacement(None, np.inf, np.inf if proved else bound)
     load = float(device_loads(smaller, best).max())
-    return Placement(tuple(best[group] for group in merged), load, load if proved else min(bound, load))
+    return DevicePlacement(tuple(best[group] for group in merged), load, load if proved else min(bound, load))
 
 
 class _Search:

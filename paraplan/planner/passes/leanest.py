@@ -29,8 +29,8 @@ from paraplan.planner.memory.problem import MemoryProblem
 from paraplan.planner.memory.relaxations.least_budget import LeastBytes, least_need
 from paraplan.planner.memory.reruns import Arrays
 from paraplan.planner.memory.single_device import memory_problem, memory_tiers, peak_without
+from paraplan.planner.options.placements import ON_DEVICE
 from paraplan.planner.pipeline.microbatches import most_to_order
-from paraplan.planner.placements import ON_DEVICE
 from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
 
 ROOM = float(1 << 60)

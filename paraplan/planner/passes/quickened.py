@@ -13,13 +13,13 @@ from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.options.placements import ON_DEVICE
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay
 from paraplan.planner.passes.gather_timing import gathered
 from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.passes.state_placement import choose_places
-from paraplan.planner.placements import ON_DEVICE
 from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
 
 

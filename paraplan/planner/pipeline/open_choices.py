@@ -6,6 +6,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.mesh import Shard
 from paraplan.ir.model.program import Program
+from paraplan.ir.option_words import OptionValue
 from paraplan.lowering.steps.whole_batch import takes_turns
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.schedules.named import NAMED, named_orders
@@ -63,7 +64,10 @@ def first_microbatches(
     """
     if constraints.microbatches is not None:
         return constraints.microbatches, named_orders(name, positions, constraints.microbatches, each)
-    fault = ConstraintError(f"dp={constraints.dp} does not divide a batch of {program.batch_size}; use a divisor of it")
+    fault = ConstraintError(
+        "{} does not divide a batch of {}; use a divisor of it",
+        *(OptionValue("dp", constraints.dp), program.batch_size),
+    )
     rows, left = divmod(program.batch_size, constraints.dp or 1)
     for count in dict.fromkeys((4 * positions, 2 * positions, *range(positions, 0, -1))) if not left else ():
         if rows % count == 0 and splittable(program, count):
@@ -86,10 +90,12 @@ def count_stages(constraints: Constraints, positions: int, name: str, segments: 
     each = NAMED[name].stages if name in NAMED else 1
     count = len(constraints.stages) if constraints.stages else positions * each
     if count % positions:
-        raise ConstraintError(f"{count} stages cannot lie on pp={positions} positions; give a multiple of {positions}")
+        pp = OptionValue("pp", positions)
+        raise ConstraintError("{} stages cannot lie on {} positions; give a multiple of {}", count, pp, positions)
     if count > segments:
         raise ConstraintError(
-            f"{count} stages (schedule={name}, pp={positions}) are more than the model's {segments} segments; use fewer"
+            "{} stages ({}, {}) are more than the model's {} segments; use fewer",
+            *(count, OptionValue("schedule", name), OptionValue("pp", positions), segments),
         )
     for index, (first, stop) in enumerate(constraints.stages or ()):
         before = constraints.stages[index - 1][1] if index and constraints.stages else 0

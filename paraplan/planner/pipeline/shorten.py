@@ -23,7 +23,7 @@ LONGEST = 12
 
 
 @dataclass(frozen=True)
-class Run:
+class RepeatedSegments:
     """Segments that repeat.
 
     Attributes:
@@ -50,17 +50,17 @@ class Shortened:
     stands_for: tuple[int, ...]
 
 
-def runs_of(plan: Plan) -> tuple[Run, ...]:
+def runs_of(plan: Plan) -> tuple[RepeatedSegments, ...]:
     """The runs of a plan of one stage that can be shortened."""
     stage, program = plan.stages[0], plan.program
     labels = [
         (choice, segment.kind, tuple(map(stage.params.get, segment.params)))
         for choice, segment in zip(stage.segment_choice, program.segments, strict=True)
     ]
-    found: list[Run] = []
+    found: list[RepeatedSegments] = []
     at = 0
     while at < len(labels):
-        runs = [Run(at, period, _repeats(labels, at, period)) for period in range(1, LONGEST + 1)]
+        runs = [RepeatedSegments(at, period, _repeats(labels, at, period)) for period in range(1, LONGEST + 1)]
         best = max(runs, key=lambda run: (run.period * run.repeats, -run.period))
         if best.repeats > KEPT + 1 and _is_read_nearby(plan, best):
             found.append(best)
@@ -70,7 +70,7 @@ def runs_of(plan: Plan) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def shortened(plan: Plan, runs: Sequence[Run], more: Run | None = None) -> Shortened:
+def shortened(plan: Plan, runs: Sequence[RepeatedSegments], more: RepeatedSegments | None = None) -> Shortened:
     """The plan with four periods of every run, of one of them with five.
 
     Args:
@@ -122,7 +122,7 @@ def _repeats(labels: Sequence[object], at: int, period: int) -> int:
     return count
 
 
-def _is_read_nearby(plan: Plan, run: Run) -> bool:
+def _is_read_nearby(plan: Plan, run: RepeatedSegments) -> bool:
     """Whether what segments between the first two and the last two periods make is read one period later at most."""
     program = plan.program
     first, stop = run.first + 2 * run.period, run.first + (run.repeats - 2) * run.period

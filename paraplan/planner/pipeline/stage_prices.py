@@ -33,7 +33,7 @@ from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.pipeline.cuts.stage_cuts import ChainMemory, chain_memory, cut_evenly
 from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
-from paraplan.planner.pipeline.stage_totals import Kept, Totals
+from paraplan.planner.pipeline.stage_totals import KeptBytes, Totals
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import held_options
 from paraplan.planner.schedules.complete import complete
@@ -103,7 +103,7 @@ class StagePrices:
     cut_forward_s: float
     cut_backward_s: float
     _memories: dict[tuple[int, ...], ChainMemory] = field(default_factory=dict)
-    _kept: dict[tuple[int, ...], Kept] = field(default_factory=dict)
+    _kept: dict[tuple[int, ...], KeptBytes] = field(default_factory=dict)
     _choices: dict[float, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     @property
@@ -208,11 +208,11 @@ class StagePrices:
         """What the whole model keeps on one rank of a mesh of this shape."""
         return self.keeps(mesh_shape).all_bytes
 
-    def keeps(self, mesh_shape: tuple[int, ...]) -> Kept:
+    def keeps(self, mesh_shape: tuple[int, ...]) -> KeptBytes:
         """As `kept_bytes`, with what gradients are of it."""
         if mesh_shape not in self._kept:
             memory, stop = self.memory(mesh_shape), len(self.sharding.job.program.segments)
-            self._kept[mesh_shape] = Kept(memory.kept_bytes(0, stop), memory.gradient_bytes(0, stop))
+            self._kept[mesh_shape] = KeptBytes(memory.kept_bytes(0, stop), memory.gradient_bytes(0, stop))
         return self._kept[mesh_shape]
 
 

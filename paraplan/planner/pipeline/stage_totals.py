@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """Bytes that the whole model keeps on one rank: all of it, and of that gradients."""
 
     all_bytes: int
@@ -40,7 +40,7 @@ class Totals:
     """
 
     shape: tuple[int, ...]
-    keeps: Callable[[tuple[int, ...]], Kept]
+    keeps: Callable[[tuple[int, ...]], KeptBytes]
     num_segments: int
     hop_bytes: int
     seconds: float
@@ -76,5 +76,5 @@ class Totals:
         return replace(self, keeps=_nothing, once_s=0.0, reduce_s=0.0, update_s=0.0, saved_bytes=0.0, workspace_bytes=0)
 
 
-def _nothing(mesh_shape: tuple[int, ...]) -> Kept:
-    return Kept(0, 0)
+def _nothing(mesh_shape: tuple[int, ...]) -> KeptBytes:
+    return KeptBytes(0, 0)

@@ -151,7 +151,7 @@ STRATEGIES: dict[str, Callable[[SegmentKind], Fates]] = {
     "full": _full,
     "full-early-stop": _full_early_stop,
 }
-"""By `constraints.PRESETS`."""
+"""By `options.values.PRESETS`."""
 
 
 def preset_fates(program: Program, name: str) -> tuple[Fates, ...]:

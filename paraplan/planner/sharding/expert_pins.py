@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.model.graph import Op
 from paraplan.ir.model.program import Program, SegmentKind
+from paraplan.ir.option_words import OptionName, OptionValue
 from paraplan.rules.choices import axis_part
 from paraplan.rules.dims import WHOLE, OpDims
 from paraplan.rules.strategies import EXPANDED, dims_of
@@ -85,13 +86,16 @@ def expert_axis(program: Program, size: int) -> ExpertAxis:
             count = kind.graph.values[kind.params[slot]].shape[0]
             if count % size:
                 name = next(s.params[slot] for s in program.segments if s.kind == index)
-                raise ConstraintError(f"ep={size}: the {count} experts of {name} do not divide over {size} ranks")
+                raise ConstraintError(
+                    "{}: the {} experts of {} do not divide over {} ranks", OptionValue("ep", size), count, name, size
+                )
             slots.add((index, slot))
         must |= {(index, position): dim for position, dim in found.must.items()}
         may |= {(index, position): dim for position, dim in found.may.items()}
     if not slots:
         raise ConstraintError(
-            f"ep={size}: the model has no experts (parameters [expert, ...] multiplied matrix by matrix); leave ep out"
+            "{}: the model has no experts (parameters [expert, ...] multiplied matrix by matrix); leave {} out",
+            *(OptionValue("ep", size), OptionName("ep")),
         )
     return ExpertAxis(frozenset(slots), must, may)
 

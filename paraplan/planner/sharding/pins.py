@@ -23,7 +23,7 @@ from paraplan.lowering.rewrites.float8_casts import CAST, SCALE
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_param_names
 from paraplan.planner.decision_classes import ParamClass
-from paraplan.planner.param_pins import parse_param_pin
+from paraplan.planner.options.param_pins import parse_param_pin
 from paraplan.planner.sharding.expert_pins import ExpertAxis, expert_axis
 from paraplan.planner.sharding.layout_options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length

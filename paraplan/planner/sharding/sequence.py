@@ -18,7 +18,8 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
 from paraplan.ir.model.graph import Graph, Op, Phase, target_parts
 from paraplan.ir.model.program import Program
-from paraplan.planner.constraints import CP_MODES
+from paraplan.ir.option_words import OptionValue
+from paraplan.planner.options.values import CP_MODES
 from paraplan.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_dim, ring_choices
 
 KEYS = {"gather": "s", "alltoall": "h", "ring": RING, "stripes": STRIPES}
@@ -53,7 +54,8 @@ def sequence_keys(program: Program, size: int, mode: str | None) -> tuple[tuple[
     length = sequence_length(program)
     if length < 0 or not pads_little(length, size):
         has = f"a sequence of {length}" if length >= 0 else "a batch without a sequence dim"
-        raise ConstraintError(f"cp={size}: {has} does not divide over {size} context-parallel ranks")
+        cp = OptionValue("cp", size)
+        raise ConstraintError("{}: {} does not divide over {} context-parallel ranks", cp, has, size)
     modes: tuple[str, ...] = CP_MODES if mode is None else (mode,)
     if length % size:
         if modes == ("ring",):

@@ -30,6 +30,13 @@ from paraplan.report.memory_report import PartRow
 from paraplan.report.units import columns
 
 
+class ShownDiagnosis(Diagnosis, frozen=True, kw_only=True):
+    """A diagnosis that a notebook shows."""
+
+    def _repr_html_(self) -> str:
+        return diagnosis_html(self)
+
+
 def diagnosis_html(told: Diagnosis) -> str:
     """Everything found out, for a notebook cell or the body of a page."""
     more, binds = told.more_memory, told.binding

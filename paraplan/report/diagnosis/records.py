@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.plan import Tried
-from paraplan.ir.process.lazy import lazy
 from paraplan.ir.struct import Value
 from paraplan.report.breakdown import CollectiveRow, TimeRow
 from paraplan.report.memory_report import PartRow
 
-_part = lazy({"diagnosis_html": "paraplan.report.diagnosis.html"})
 COMPUTE, RECOMPUTATION, UPDATE = "compute", "recomputation", "update"
 TIER_UPDATE, TIER_MEMORY, ISSUING = "host_update", "host_memory", "issuing"
 FILL_AND_DRAIN, OTHERS = "fill_and_drain", "others"
@@ -194,7 +192,7 @@ class Over(Value, frozen=True, kw_only=True):
     parts: tuple[PartRow, ...]
 
 
-class Difference(Value, frozen=True, kw_only=True):
+class PartDifference(Value, frozen=True, kw_only=True):
     """A part of the step here and in another plan, as of `Breakdown.parts`."""
 
     key: str
@@ -233,7 +231,7 @@ class WhyNot(Value, frozen=True, kw_only=True):
     step_s: float | None = None
     peak_bytes: int = 0
     breakdown: Breakdown | None = None
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[PartDifference, ...] = ()
 
 
 class Diagnosis(Value, frozen=True, kw_only=True):
@@ -267,6 +265,3 @@ class Diagnosis(Value, frozen=True, kw_only=True):
     tried: tuple[Tried, ...]
     why_not: WhyNot | None
     notes: tuple[str, ...]
-
-    def _repr_html_(self) -> str:
-        return str(_part("diagnosis_html")(self))

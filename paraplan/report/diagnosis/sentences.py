@@ -52,9 +52,9 @@ def part_words(told: Breakdown, part: StepPart) -> str:
     if not part.taken_s and not part.busy_s:
         return ""
     waited = f"waited {show_seconds(part.seconds - part.taken_s)}, compute taken {show_seconds(part.taken_s)}"
-    rows = [row for row in told.collectives if row.link == part.key]
+    issued = [row for row in told.collectives if row.link == part.key]
     most = ", ".join(
-        f"{row.name} over {row.axis} ({row.purpose}) {show_seconds(row.seconds)}" for row in rows[:_COLLECTIVES]
+        f"{row.name} over {row.axis} ({row.purpose}) {show_seconds(row.seconds)}" for row in issued[:_COLLECTIVES]
     )
     return "; ".join(filter(None, (waited if part.taken_s else "", most)))
 

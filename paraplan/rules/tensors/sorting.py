@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from paraplan.ir.model.graph import Op
+import math
+from collections.abc import Sequence
+
+from paraplan.ir.execution.rank_program import LocalValue
+from paraplan.ir.model.graph import Arg, Op
+from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.rules.dims import WHOLE, OpDims, Specs, dim_names, place_of_dim, register, replicated, sizes_of
 
 
@@ -21,7 +26,13 @@ def topk(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     return _along(inputs, outputs, int(op.args[2]) if len(op.args) > 2 else int(op.kwargs.get("dim", -1)))
 
 
-@register("aten.sort.default", "aten.argsort.default", strides="elementwise")
+def _sorted_bytes(inputs: Sequence[LocalValue], outputs: object, args: tuple[Arg, ...]) -> int:
+    """The sorted values, of which the order alone is kept."""
+    return math.prod(inputs[0].shape) * DTYPE_BYTES[inputs[0].dtype]
+
+
+@register("aten.argsort.default", strides="elementwise", workspace=_sorted_bytes)
+@register("aten.sort.default", strides="elementwise")
 def sort(op: Op, inputs: Specs, outputs: Specs) -> OpDims:
     """`a _ -> a _, a _`."""
     return _along(inputs, outputs, int(op.args[1]) if len(op.args) > 1 else int(op.kwargs.get("dim", -1)))

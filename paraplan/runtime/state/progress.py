@@ -22,6 +22,8 @@ from paraplan.ir.model.program import Program
 VERSION = 1
 _OWN = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
 """Options of a group that say how it is executed, and stay as they are."""
+_OF_SCHEDULES = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
+"""Options that torch's schedules add to groups."""
 _PER_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 """What torch's schedulers keep per group."""
 
@@ -205,7 +207,7 @@ def matched(groups: Groups, saved: Groups) -> list[int | None]:
     """For each group, the saved one whose options it takes; None where it has no parameter.
 
     Raises:
-        PlanMismatchError: a parameter has none, or those of a group had several options.
+        PlanMismatchError: a parameter has none, those of a group had several options, or they are of another class.
     """
     of = {name: index for index, group in enumerate(saved) for name in group["params"]}
     found: list[int | None] = []
@@ -225,9 +227,21 @@ def matched(groups: Groups, saved: Groups) -> list[int | None]:
                 f"group {index} of the optimizer takes parameters that were saved in {len(there)} groups of other "
                 f"options ({differ}: {values}); make the optimizer with the same groups"
             )
+        for at in there:
+            _check_class(group, saved[at])
         alone = index if len(groups) == len(saved) else None
         found.append(there[0] if there else alone)
     return found
+
+
+def _check_class(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse options of another class of optimizers, whose states are others too: each has some the other lacks."""
+    own, other = (set(options) - _OWN - _OF_SCHEDULES for options in (group, saved))
+    if own - other and other - own:
+        raise PlanMismatchError(
+            f"the training state is of another class of optimizer: it has {', '.join(sorted(other - own))}, this one "
+            f"{', '.join(sorted(own - other))}; make the optimizer of the class it was saved with"
+        )
 
 
 def take_groups(optimizers: Sequence[torch.optim.Optimizer], saved: Groups, match: Sequence[int | None]) -> None:

@@ -15,11 +15,12 @@ EVERY = [TierPlacement(*each) for each in itertools.product(*[("", *TIERS)] * 3,
 
 
 def test_names_are_a_promise() -> None:
-    assert list(PLACEMENTS) == [
+    promised = [
         *("none", "host", "all", "fetched", "all-fetched", "disk", "disk-all", "disk-fetched", "disk-all-fetched"),
         *("fetched-grads", "all-fetched-grads", "disk-grads", "disk-all-grads", "disk-fetched-grads"),
         "disk-all-fetched-grads",
     ]
+    assert [name for name, place in PLACEMENTS.items() if {*place.tiers} <= {"host", "disk"}] == promised
     assert PLACEMENTS["disk-all-fetched-grads"] == TierPlacement("disk", "disk", "disk", "device")
     assert PLACEMENTS["disk"] == TierPlacement("", "disk", "host", "host")
 
@@ -66,12 +67,12 @@ def _choices(words: dict[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...], t
     ("text", "message"),
     [
         ("tape", "give one of none, host, all"),
-        ("states=tape", "states='tape': there is no such tier; there are device, host, disk"),
+        ("states=tape", f"states=tape: there is no such tier; there are device, {', '.join(TIERS)}"),
         ("states=host,states=disk", "at most once"),
         ("place=host", "give each of params, states, grads, update"),
-        ("states=host,update=nobody", "update='nobody': give device or host"),
+        ("states=host,update=nobody", "update=nobody: give device or host"),
         ("states=host,grads=disk", "grads=disk with states=host and update=host: .*; give grads=host$"),
-        ("states=disk,grads=device,update=host", "give grads=host or disk$"),
+        ("states=disk,grads=device,update=host", "give grads=host or grads=disk$"),
         ("params=disk,states=host", "in its state's storage; give states=disk, or params=device$"),
         ("states=device,update=host", "give states=host, or update=device$"),
     ],

@@ -17,7 +17,7 @@ from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.joint.drafting import Effort
+from paraplan.planner.joint.drafting import PlanningEffort
 from paraplan.planner.joint.sharding_front import AS_QUICK, front, with_price
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
@@ -154,7 +154,7 @@ def test_the_pipeline_found_is_about_as_fast_as_the_best_pinned_one() -> None:
 
 
 def test_what_pipelines_take_to_plan_is_learned() -> None:
-    effort, one, few = Effort(100), Combination(4, (2,), 64, "1f1b", 1), Combination(4, (2,), 8, "1f1b", 1)
+    effort, one, few = PlanningEffort(100), Combination(4, (2,), 64, "1f1b", 1), Combination(4, (2,), 8, "1f1b", 1)
     first, more = effort.seconds(one), effort.seconds(Combination(4, (2,), 128, "1f1b", 1))
     assert 0 < effort.seconds(few) < first == more, "full rounds are carried on"
     assert effort.seconds(Combination(1, (8,), 64, "1f1b", 1)) == 0

@@ -17,7 +17,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.bounding import relaxations
 from paraplan.planner.joint.bounding.in_flight import fullest, spread_of
-from paraplan.planner.joint.bounding.relaxations import Position
+from paraplan.planner.joint.bounding.relaxations import RelaxedPosition
 from paraplan.planner.joint.bounding.space_bound import Least, SpaceBound
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.search_joint import JointSearch
@@ -185,11 +185,11 @@ def test_a_hull_that_was_cut_short_proves_nothing(monkeypatch: pytest.MonkeyPatc
     found = JointSearch(job, pins, Shardings(lambda *_: pytest.fail("no sharding is needed")), lambda _: None, LONG)
     part, inner, mesh = found.pricing.position(Combination(1, (2,), 1, "1f1b", 1))
     space = problem_of(part, mesh, 1, inner)
-    whole = Position(part, space, inner, 1, 10.0).recomputing
+    whole = RelaxedPosition(part, space, inner, 1, 10.0).recomputing
     longest = max(map(len, whole))
     assert longest > 1
     monkeypatch.setattr(relaxations, "MOST_OPTIONS", longest)
-    short = Position(part, space, inner, 1, 10.0).recomputing
+    short = RelaxedPosition(part, space, inner, 1, 10.0).recomputing
     assert all(b == (() if len(a) == longest else a) for a, b in zip(whole, short, strict=True))
 
 

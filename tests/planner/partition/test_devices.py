@@ -8,7 +8,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from paraplan.planner.partition.annealing import Annealer, Schedule
+from paraplan.planner.partition.annealing import Annealer, CoolingSchedule
 from paraplan.planner.partition.device_loads import LoadProblem, Net, contracted, device_loads
 from paraplan.planner.partition.free_devices import place_freely
 from paraplan.planner.partition.load_bounds import average_bound, load_bound
@@ -142,7 +142,7 @@ def test_annealing_counts_what_it_moves(seed: int) -> None:
         placed = annealer.placed[chain].tolist()
         if annealer.sizes[:3, chain].max() <= problem.max_size:
             assert annealer.loads[:, chain] == pytest.approx(loads(problem, placed))
-    found = annealer.run(300, Schedule(), 0.0, math.inf)
+    found = annealer.run(300, CoolingSchedule(), 0.0, math.inf)
     assert found == pytest.approx(max(loads(problem, annealer.best))) and found < max(loads(problem, start))
 
 

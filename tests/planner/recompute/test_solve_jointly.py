@@ -24,7 +24,8 @@ from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
-from paraplan.planner.constraints import PRESETS, Constraints
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.options.values import PRESETS
 from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
 from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import SolveLimits

@@ -149,7 +149,7 @@ def test_hanayo(p: int, m: int, waves: int) -> None:
         ("hanayo", 4, 4, 3, r"3 stages a position; it takes 2, 4, \.\.\."),
         ("1f1b", 0, 4, 1, "0 positions and 4 microbatches"),
         ("zb-v", 4, 0, 2, "0 microbatches"),
-        ("2f2b", 4, 4, 1, "no schedule '2f2b'; there are gpipe, 1f1b"),
+        ("2f2b", 4, 4, 1, f"no schedule '2f2b'; there are {', '.join(NAMED)}"),
     ],
 )
 def test_sizes_that_do_not_fit(name: str, p: int, m: int, v: int, message: str) -> None:

@@ -96,3 +96,17 @@ def test_groups_take_the_options_their_parameters_were_saved_with() -> None:
         matched([{"params": ["a", "c"]}], saved)
     with pytest.raises(PlanMismatchError, match="no options for d"):
         matched([{"params": ["d"]}], saved)
+
+
+@pytest.mark.parametrize("other", [torch.optim.RMSprop, torch.optim.SGD, torch.optim.Adagrad])
+def test_another_class_of_optimizer_is_refused(other: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    model, batch = torch.nn.Linear(4, 4), {"input": torch.ones(4, 4)}
+    plan = pp.compile(model, "local:1", example_inputs=batch, loss_fn=lambda y, _: y.square().mean())
+    first, then = (plan.executable(torch.nn.Linear(4, 4)) for _ in range(2))
+    optimizer = first.optimizer(torch.optim.AdamW, lr=0.1)
+    first.step(batch)
+    optimizer.step()
+    first.save(tmp_path, optimizer)
+    with pytest.raises(PlanMismatchError, match=r"another class of optimizer: it has .*betas.*this one"):
+        then.resume(tmp_path, then.optimizer(other, lr=0.1))
+    then.resume(tmp_path, then.optimizer(torch.optim.Adam, lr=0.1))

@@ -22,14 +22,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paraplan.baselines.planners.layer_profile import LayerProfile, Links
+from paraplan.baselines.planners.layer_profile import GroupLinks, LayerProfile
 from paraplan.baselines.planners.searching.degrees import counts, divisors, pinned, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 
 
-class Phase(NamedTuple):
+class StagePhase(NamedTuple):
     """A stage or a message: its forward, backward and all-reduce."""
 
     forward_s: float
@@ -37,7 +37,7 @@ class Phase(NamedTuple):
     reduce_s: float
 
 
-def latency_s(phases: Sequence[Phase], microbatches: int) -> float:
+def latency_s(phases: Sequence[StagePhase], microbatches: int) -> float:
     """The latency of a step, by the formula above."""
     more = microbatches - 1
     pivot, between = len(phases) - 1, 0.0
@@ -71,12 +71,12 @@ class Latencies:
     """
 
     profile: LayerProfile
-    links: Links
+    links: GroupLinks
     devices: int
     microbatches: int
     recompute: str
 
-    def stage(self, first: int, stop: int, replicas: int) -> Phase:
+    def stage(self, first: int, stop: int, replicas: int) -> StagePhase:
         """A stage of layers [first, stop).
 
         Args:
@@ -85,23 +85,23 @@ class Latencies:
         """
         layers = slice(first, stop)
         again_s = sum(self.profile.again_s[self.recompute][layers])
-        return Phase(
+        return StagePhase(
             sum(self.profile.forward_s[layers]),
             sum(self.profile.backward_s[layers]) + again_s,
             self.links.all_reduce_s(sum(self.profile.grad_bytes[layers]), replicas),
         )
 
-    def message(self, stop: int, replicas: int) -> Phase:
+    def message(self, stop: int, replicas: int) -> StagePhase:
         """What goes over after the layers before `stop`."""
         seconds = self.links.message_s(self.profile.output_bytes[stop - 1], replicas)
-        return Phase(seconds, seconds, 0.0)
+        return StagePhase(seconds, seconds, 0.0)
 
     def latency_s(self, bounds: Bounds, replicas: int) -> float:
         """Of stages replicated alike."""
         return latency_s(self._phases(bounds, replicas), self.microbatches)
 
-    def _phases(self, bounds: Bounds, replicas: int) -> list[Phase]:
-        phases: list[Phase] = []
+    def _phases(self, bounds: Bounds, replicas: int) -> list[StagePhase]:
+        phases: list[StagePhase] = []
         for first, stop in bounds:
             if first:
                 phases.append(self.message(first, replicas))
@@ -114,9 +114,9 @@ class Latencies:
         if stages > layers:
             return None
         cuts: dict[int, tuple[int, ...]] = {0: ()}  # by how many layers are cut off, where
-        known: dict[int, list[Phase]] = {0: []}
+        known: dict[int, list[StagePhase]] = {0: []}
         for cut in range(1, stages):
-            longer: dict[int, tuple[float, int, list[Phase]]] = {}
+            longer: dict[int, tuple[float, int, list[StagePhase]]] = {}
             others = self.devices - cut * replicas
             for begun, phases in known.items():
                 for stop in range(begun + 1, layers - (stages - cut) + 1):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.baselines.planners.layer_profile import LayerProfile, Links
+from paraplan.baselines.planners.layer_profile import GroupLinks, LayerProfile
 from paraplan.baselines.planners.searching.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.planner.partition.layer_strategies import choose_strategies
@@ -57,7 +57,7 @@ class Branch:
     """
 
     profile: LayerProfile
-    links: Links
+    links: GroupLinks
     pp: int
     dp: int
     tp: int

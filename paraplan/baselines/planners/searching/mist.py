@@ -40,7 +40,7 @@ HOST = "host"
 
 
 @dataclass(frozen=True)
-class Option:
+class StageOption:
     """A run of layers as a stage.
 
     Attributes:
@@ -84,7 +84,7 @@ class Tuned:
         both = zip(p.stored_bytes, p.grad_bytes, strict=True)
         return tuple(math.ceil(a / stored) + math.ceil(b / grads) for a, b in both)
 
-    def option(self, first: int, stop: int, later: int) -> Option | None:
+    def option(self, first: int, stop: int, later: int) -> StageOption | None:
         """Layers [first, stop) with so many stages after them; None where they do not fit.
 
         Args:
@@ -110,7 +110,7 @@ class Tuned:
         forward_s = sum(p.forward_s[first:stop])
         stable_s = self._beside_s(forward_s, layers, 1 if self.zero == 3 else 0, 0)
         stable_s += self._beside_s(backward_s, layers, 1 if self.zero == 3 else 0, 1 if self.zero >= 2 else 0)
-        return Option(stable_s, self._more_s(layers, forward_s, backward_s), frozenset(remade))
+        return StageOption(stable_s, self._more_s(layers, forward_s, backward_s), frozenset(remade))
 
     def _beside_s(self, computed_s: float, layers: Sequence[int], gathers: int, scatters: int) -> float:
         """Computation, or what moves beside it."""
@@ -140,7 +140,7 @@ class Tuned:
     def solved(self) -> tuple[float, Bounds, tuple[str, ...]] | None:
         """The step, stages and what layers recompute, by the program; None where nothing fits."""
         layers, even = self.profile.num_layers, self.profile.num_layers / self.pp
-        options: dict[tuple[int, int, int], Option] = {}
+        options: dict[tuple[int, int, int], StageOption] = {}
         for s in range(self.pp):
             for first in range(layers) if s else (0,):
                 for stop in range(first + 1, layers + 1):
@@ -158,7 +158,7 @@ class Tuned:
         return step_s, bounds, tuple("full" if i in remade else "none" for i in range(layers))
 
 
-def step_of(stages: Sequence[Option], count: int) -> float:
+def step_of(stages: Sequence[StageOption], count: int) -> float:
     """The program's objective for some stages."""
     before_s, more_s = 0.0, 0.0
     for stage in stages:
@@ -168,7 +168,7 @@ def step_of(stages: Sequence[Option], count: int) -> float:
 
 
 def chain_of(
-    options: dict[tuple[int, int, int], Option], stages: int, layers: int, count: int
+    options: dict[tuple[int, int, int], StageOption], stages: int, layers: int, count: int
 ) -> tuple[tuple[int, int, int], ...] | None:
     """The best chain of (stage, first, stop), by the mixed integer program; None where there is none.
 

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from paraplan.baselines.planners.layer_profile import LayerProfile, Links
+from paraplan.baselines.planners.layer_profile import GroupLinks, LayerProfile
 from paraplan.baselines.planners.searching.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.planner.partition.hybrid_problem import HybridProblem, TensorDegree
@@ -39,7 +39,7 @@ class EqualDegrees(HybridProblem):
 
 
 def stage_problem(
-    profile: LayerProfile, links: Links, pp: int, dp: int, tp: int, count: int, budget: int
+    profile: LayerProfile, links: GroupLinks, pp: int, dp: int, tp: int, count: int, budget: int
 ) -> EqualDegrees:
     """Piper's problem under given degrees.
 

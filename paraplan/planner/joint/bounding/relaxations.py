@@ -1,7 +1,7 @@
 """What a sharding takes and keeps at least on one position's devices: the relaxations behind a space's bound.
 
-Of one mesh and number of microbatches (`Position`) the network of sharding, with what is waited for (`exposed`), is
-relaxed as in `step_bound`: for weights of its streams with sum 1 and a price on bytes kept,
+Of one mesh and number of microbatches (`RelaxedPosition`) the network of sharding, with what is waited for (`exposed`),
+is relaxed as in `step_bound`: for weights of its streams with sum 1 and a price on bytes kept,
 
     what a rank does and waits for, or its links  +  price . bytes kept  >=  q(price)
 
@@ -57,7 +57,7 @@ class Kept:
     kept_bytes: float
 
 
-class Position:
+class RelaxedPosition:
     """The relaxations of one mesh and number of microbatches.
 
     Args:
@@ -179,6 +179,17 @@ def kept_bytes(job: Job, accumulates: bool) -> float:
     return float(found)
 
 
+def fits_nowhere(job: Job, constraints: Constraints, budget: int) -> bool:
+    """Whether parameters and states alone, wherever ranks keep them, are more than all devices may hold.
+
+    Args:
+        job: what is planned.
+        constraints: where states may be.
+        budget: bytes a device may hold.
+    """
+    return not constraints.state_tiers and kept_bytes(job, False) > budget * job.cluster.num_devices
+
+
 class Activations:
     """What a step recomputes, and what waits for its backward, of all segments.
 
@@ -189,7 +200,7 @@ class Activations:
         by: how many samples a microbatch has to one of the position.
     """
 
-    def __init__(self, position: Position, counts: Sequence[float], microbatches: int, by: float = 1.0) -> None:
+    def __init__(self, position: RelaxedPosition, counts: Sequence[float], microbatches: int, by: float = 1.0) -> None:
         kinds = [segment.kind for segment in position.job.program.segments]
         self._each = [
             (count * by, microbatches * kinds.count(kind) * by, position.recomputing[kind])

@@ -46,7 +46,7 @@ from paraplan.planner.joint.bounding.in_flight import Fullest, even_stages, full
 from paraplan.planner.joint.bounding.order_bounds import Counts, orders_s, passed
 from paraplan.planner.joint.bounding.relaxations import (
     Activations,
-    Position,
+    RelaxedPosition,
     Tangent,
     kept_bytes,
     next_price,
@@ -94,7 +94,7 @@ class Least:
     backward_s: tuple[float, ...]
     round_s: tuple[float, ...]
     computed: float = 1.0
-    position: Position | None = None
+    position: RelaxedPosition | None = None
     by: float = 1.0
 
     def scaled(self, samples: float) -> Least:
@@ -152,7 +152,7 @@ class SpaceBound:
         self.job, self.constraints, self.budget, self.where, self.way = job, constraints, budget, position, way
         self.cut, self.spread = cut, 1
         self._even_by: Sequence[float] = ()
-        self._positions: dict[object, Position | None] = {}
+        self._positions: dict[object, RelaxedPosition | None] = {}
         self._least: dict[object, Least] = {}
         self._flying: dict[object, Flying | None] = {}
         self._passed: dict[object, Counts | None] = {}
@@ -355,7 +355,7 @@ class SpaceBound:
         least = Least(samples, whole_s, each_s, forward_s, backward_s, round_s, computed, position)
         return least.scaled(self.way(combination)[1])
 
-    def _position(self, combination: Combination) -> Position | None:
+    def _position(self, combination: Combination) -> RelaxedPosition | None:
         """The relaxations of a combination's positions; None where there are none."""
         key = *self.way(combination), combination.pp
         if key not in self._positions:
@@ -363,7 +363,7 @@ class SpaceBound:
             try:
                 part, inner, mesh = self.where(combination)
                 space = problem_of(part, mesh, combination.microbatches, inner)
-                self._positions[key] = Position(part, space, inner, combination.microbatches, EACH_S)
+                self._positions[key] = RelaxedPosition(part, space, inner, combination.microbatches, EACH_S)
             except (ConstraintError, NoPlanError):
                 pass
         return self._positions[key]

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tier_placement import DEVICE, HOST, PLACEMENTS, TierPlacement, completed
 from paraplan.ir.machine.tiers import NEAREST, TIERS
+from paraplan.ir.option_words import OptionValue
 
 ANY = "any"
 """Every place of the device and the tiers that `offload` allows (the nearest where it allows none); either updater."""
@@ -88,17 +89,21 @@ class PlacementChoice(NamedTuple):
             return
         places = {name: found for name, found in self._places(tiers).items() if getattr(self, name) is not None}
         tried = [completed(dict(zip(places, each, strict=True))) for each in itertools.product(*places.values())]
-        faults = next(found for placed in tried if (found := placed.contradictions()))
-        raise ConstraintError(f"{self.text}: {'; '.join(faults)}")
+        faults = next(found for placed in tried if (found := placed.contradictions(_as_option)))
+        raise ConstraintError("; ".join(["{}: {}", *["{}"] * (len(faults) - 1)]), self.given, *faults)
 
     @property
-    def text(self) -> str:
+    def given(self) -> tuple[OptionValue, ...]:
         """What is said, as options."""
-        return ", ".join(f"{KEYWORDS[name]}={said}" for name, said in self._asdict().items() if said is not None)
+        return tuple(OptionValue(KEYWORDS[name], said) for name, said in self._asdict().items() if said is not None)
 
 
 KEYWORDS = {"states": "place_states", "params": "place_params", "grads": "place_grads", "update": "update_on"}
 """The option of each field."""
+
+
+def _as_option(field: str, place: str) -> OptionValue:
+    return OptionValue(KEYWORDS[field], place)
 
 
 def _places(said: str | None, every: Sequence[str]) -> tuple[str, ...]:
@@ -136,23 +141,24 @@ def merged(word: str | None, said: PlacementChoice) -> PlacementChoice:
     for name, given in said._asdict().items():
         meant = getattr(found, name)
         if None not in (given, meant) and given != meant:
+            option = KEYWORDS[name]
             raise ConstraintError(
-                f"offload_states={word} beside {KEYWORDS[name]}={given}: that word says {KEYWORDS[name]}={meant}; give "
-                "one of them"
+                "{} beside {}: that word says {}; give one of them",
+                *(OptionValue("offload_states", word), OptionValue(option, given), OptionValue(option, meant)),
             )
     return PlacementChoice(*(given if meant is None else meant for meant, given in zip(found, said, strict=True)))
 
 
-def check_place(keyword: str, said: Any) -> None:
+def check_place(keyword: str, said: str) -> None:
     """Places with commas, or any."""
     _check_parts(keyword, said, (*PLACES, ANY))
 
 
-def check_updater(keyword: str, said: Any) -> None:
+def check_updater(keyword: str, said: str) -> None:
     """Who updates, or any."""
     _check_parts(keyword, said, (DEVICE, HOST, ANY))
 
 
-def _check_parts(keyword: str, said: Any, known: Sequence[str]) -> None:
-    if not isinstance(said, str) or any(part not in known for part in said.split(",")):
-        raise ConstraintError(f"{keyword}={said}: one of {', '.join(known)}, or several with commas")
+def _check_parts(keyword: str, said: str, known: Sequence[str]) -> None:
+    if any(part not in known for part in said.split(",")):
+        raise ConstraintError("{}: one of {}, or several with commas", OptionValue(keyword, said), tuple(known))
