@@ -80,6 +80,25 @@ def recomputed(
     return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
 
 
+def held_bytes(
+    prices: StagePrices, bounds: Bounds, stages: Sequence[StageCosts], orders: OrderTimes, taken: Sequence[int]
+) -> tuple[int, ...]:
+    """Per position, what it holds where it is fullest.
+
+    Args:
+        prices: of every position.
+        bounds, stages: of the pipeline, the cut and its stages, nothing recomputed.
+        orders: of the schedule.
+        taken: per segment, the number of the option to recompute that it takes.
+    """
+    saved, deferred = [each.activation_bytes for each in stages], [each.weight_grad_bytes for each in stages]
+    found = []
+    for position, mine in enumerate(orders.held):
+        at = _Holding(prices, position, mine, bounds, stages, orders, saved, deferred, list(taken), 0)
+        found.append(sum(stages[stage].fixed_bytes for stage in mine) + at.over_bytes())
+    return tuple(found)
+
+
 def _taken_to_fit(at: _Holding) -> int:
     """Have a position's segments make again as little as lets it fit. What it is over by then.
 

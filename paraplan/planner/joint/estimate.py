@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.planner.joint.at_cut import PricedPosition, deferred_bytes, recomputed, short_of, step_ended_s
+from paraplan.planner.joint.at_cut import PricedPosition, deferred_bytes, held_bytes, recomputed, short_of, step_ended_s
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.pipeline.cuts.balanced_cuts import Short, cut_balanced
@@ -142,6 +142,18 @@ class Pricer(ClosedForm):
                 break
             found = recut._replace(estimate=replace(recut.estimate, is_recut=True))
         return found.estimate
+
+    def held_bytes(self, estimate: Estimate, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Per position, what an estimated pipeline holds where that is most, but for reductions under way.
+
+        Args:
+            estimate: of this cluster.
+            mesh_shape: of a position.
+        """
+        combination, prices, bounds = estimate.combination, estimate.prices, estimate.bounds
+        orders = named_times(combination.schedule, combination.pp, combination.microbatches, combination.each)
+        stages = [self._stage(prices, prices.memory(mesh_shape), each, combination, mesh_shape) for each in bounds]
+        return held_bytes(prices, bounds, stages, orders, estimate.taken or (0,) * len(prices.options))
 
     def _cut(
         self,

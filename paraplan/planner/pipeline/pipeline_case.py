@@ -126,10 +126,20 @@ class PipelineCase:
             sharding: of a position's devices.
             taken: per segment the number of an option; () for nothing.
         """
-        segments, bounds = self.job.program.segments, self._bounds(sharding)
+        kept = self.taking(sharding, taken)
+        return (
+            self._recomputing(sharding, self._bounds(sharding), kept, taken) if self.is_cut_by_time else realised(kept)
+        )
+
+    def taking(self, sharding: Sharding, taken: Sequence[int]) -> Plan:
+        """The plan with a sharding whose segments recompute what is said, fitting or not.
+
+        Args:
+            sharding, taken: as of `begun`.
+        """
+        segments = self.job.program.segments
         fates = tuple(sharding.options[segments[i].kind][each].activations for i, each in enumerate(taken))
-        kept = self._plan(sharding, bounds, fates, 1)
-        return self._recomputing(sharding, bounds, kept, taken) if self.is_cut_by_time else realised(kept)
+        return self._plan(sharding, self._bounds(sharding), fates, 1)
 
     @property
     def is_cut_by_time(self) -> bool:

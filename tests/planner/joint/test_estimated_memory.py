@@ -19,9 +19,8 @@ from paraplan.jobs.models import hf_batch, hf_model
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.joint.at_cut import _Holding
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.estimate import Pricer
+from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.pipeline_case import case_of
@@ -74,12 +73,9 @@ def test_positions_hold_what_they_are_estimated_to(name: str, schedule: str, eac
         mine = held[group_of_class(made.plan, held, actions)].stages
         peaks[mine] = max(peaks.get(mine, 0), peak)
 
-    memory, pricer = prices.memory((2,)), Pricer(job.cluster, BUDGET)
-    stages = tuple(pricer._stage(prices, memory, bound, combination, (2,)) for bound in bounds)
-    saved, deferred = ([getattr(stage, of) for stage in stages] for of in ("activation_bytes", "weight_grad_bytes"))
-    for position, mine in enumerate(orders.held):
-        at = _Holding(prices, position, mine, bounds, stages, orders, saved, deferred, taken, 0)
-        estimated = sum(stages[stage].fixed_bytes for stage in mine) + at.over_bytes()
+    estimate = Estimate(combination, 0.0, 0, bounds, prices, tuple(taken))
+    found = Pricer(job.cluster, BUDGET).held_bytes(estimate, (2,))
+    for estimated, mine in zip(found, orders.held, strict=True):
         assert 0.96 <= estimated / peaks[mine] <= 1.1
 
 
