@@ -164,7 +164,7 @@ def test_a_ring_over_a_sequence_that_does_not_divide_is_named() -> None:
     ("pins", "message"),
     [
         ({"cp": 2, "cp_mode": "zigzag"}, "one of gather, alltoall, ring, stripes"),
-        ({"cp_mode": "ring"}, "and cp with it"),
+        ({"cp_mode": "ring"}, "give cp as well"),
         ({"cp": 3}, "cp=3 does not divide the cluster's 4 devices"),
         ({"cp": 2, "dp": 4}, "dp=4 times cp=2 is 8"),
         ({"cp": 2, "tp": 4}, "tp=4 times cp=2 is 8"),
