@@ -138,7 +138,11 @@ class Pricing:
         usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in batch]
         if self.workers is not None and self.deadline.passed_s > HIRED_S:
             self.workers.start()
-        if self.workers is None or not self.workers.has_idle or all(map(self._is_known, usual)):
+        if (
+            self.workers is None
+            or not self.workers.has_idle
+            or all(map(self._is_known, usual, map(needed.__getitem__, batch)))
+        ):
             for kind, combination in zip(batch, usual, strict=True):
                 self.progress(f"prices of stages: {combination.text}")
                 self.prices[kind] = self.priced(combination, needed[kind], best_s)
@@ -152,10 +156,11 @@ class Pricing:
         if self.workers.lost > lost:
             self.progress("a worker process ended; its part is priced here")
 
-    def _is_known(self, combination: Combination) -> bool:
-        """Whether another search has priced it in this process."""
+    def _is_known(self, combination: Combination, combinations: Sequence[Combination]) -> bool:
+        """Whether another search has priced it in this process, for as many positions."""
         try:
-            return _front_key(*self.position(combination), combination.microbatches) in _FRONTS
+            key = _front_key(*self.position(combination), combination.microbatches, _fewest(combinations))
+            return key in _FRONTS
         except ConstraintError:
             return False
 
@@ -201,7 +206,7 @@ class Pricing:
                 none that keeps less is looked for.
         """
         found: list[StagePrices] = []
-        fewest = min((each.pp for each in combinations if each.pp > 1), default=1)
+        fewest = _fewest(combinations)
         try:
             part, inner, mesh = self.position(combination)
             limits = SolveLimits(
@@ -221,7 +226,7 @@ class Pricing:
         leaner, least = list[StagePrices](), math.inf
         for each in found:
             kept = each.kept_bytes(each.shape) + fewest * each.saved_bytes
-            if not leaner or kept < least:
+            if kept < least:
                 least = kept
                 leaner.append(each)
         return tuple(leaner)
@@ -273,11 +278,11 @@ class _Front:
 _FRONTS: Lately[_Front] = SESSION.lately("pricing.fronts", 64)
 
 
-def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int) -> Hashable:
+def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int) -> Hashable:
     """What a front hangs on: devices and links, not what their cluster is called."""
     devices = part.cluster.groups, part.cluster.between_nodes
     settings = part.optimizer, part.compiled, part.reduce_dtype, part.sum_products
-    data = msgspec.json.encode((devices, settings, inner, mesh, microbatches))
+    data = msgspec.json.encode((devices, settings, inner, mesh, microbatches, flying))
     return Same(part.program), Same(part.profile), data
 
 
@@ -285,8 +290,13 @@ def _priced_front(
     part: Job, inner: Constraints, mesh: Mesh, microbatches: int, limits: SolveLimits, flying: int
 ) -> Iterator[StagePrices]:
     """The front of shardings, priced: once for all searches that ask for the same on equal devices."""
-    known = _FRONTS.get(_front_key(part, inner, mesh, microbatches), _Front)
+    known = _FRONTS.get(_front_key(part, inner, mesh, microbatches, flying), _Front)
     return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, SHARES, flying))
+
+
+def _fewest(combinations: Sequence[Combination]) -> int:
+    """Positions of the shortest pipeline among combinations; 1 where there is none."""
+    return min((each.pp for each in combinations if each.pp > 1), default=1)
 
 
 def _saved(prices: StagePrices) -> float:

@@ -30,7 +30,7 @@ from paraplan.ir.plan import Plan
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import choose
-from paraplan.planner.schedules.order_memory import Instants, fullest, instants_of, most_held
+from paraplan.planner.schedules.order_memory import Instants, at_fullest, instants_of, most_held
 
 ROUNDS, LAST = 8, 3
 """Pipelines looked at, and then those of which every position is known to have room."""
@@ -232,7 +232,7 @@ class _Taking:
         """What a microbatch that is held saves of all a position's stages, where it is fullest."""
         stages = [[self.options_at[i][self.taken[i]] for i in stage] for stage in self.stages[cell]]
         saved, deferred = ([sum(getattr(o, of) for o in stage) for stage in stages] for of in HELD)
-        return int(fullest(self.instants[cell], saved, deferred).nbytes / self.flying[cell])
+        return int(at_fullest(self.instants[cell], saved, deferred).nbytes / self.flying[cell])
 
 
 def _instants(schedule: Schedule, cell: Cell) -> Instants:

@@ -1,7 +1,7 @@
 """What one position holds of microbatches in some order of its computations.
 
 What is held after an action is a sum over stages of counts and bytes, so an order is read once, into its distinct
-counts (`instants_of`), and where it is fullest is found for any bytes (`fullest`).
+counts (`instants_of`), and where it is fullest is found for any bytes (`at_fullest`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def most_held(instants: Instants) -> list[tuple[int, int]]:
     return found
 
 
-def fullest(
+def at_fullest(
     instants: Instants, saved: Sequence[float], deferred: Sequence[float], stages: Sequence[StageCosts] = ()
 ) -> Waiting:
     """What is held where most is, less the gradients and copies of parameters that are not there then.

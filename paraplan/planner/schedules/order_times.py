@@ -15,7 +15,7 @@ from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.process.memo import SESSION, Lately
 from paraplan.planner.schedules.event_simulation import evaluate
 from paraplan.planner.schedules.named import named_orders
-from paraplan.planner.schedules.order_memory import Instants, Waiting, fullest, instants_of
+from paraplan.planner.schedules.order_memory import Instants, Waiting, at_fullest, instants_of
 from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, check_costs, runner_of, stages_of
 
 _KINDS = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
@@ -158,7 +158,7 @@ class OrderTimes:
         """
         held = self.held[position]
         mine, between = ([each[stage] for stage in held] for each in (saved, deferred))
-        return fullest(self._instants[position], mine, between, [stages[stage] for stage in held] if stages else ())
+        return at_fullest(self._instants[position], mine, between, [stages[stage] for stage in held] if stages else ())
 
     @cached_property
     def _instants(self) -> tuple[Instants, ...]:

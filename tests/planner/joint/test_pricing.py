@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.process.memo import release_caches
 from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint import pricing as pricing_module
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.pricing import NEAR, Pricing, pricing_beside
 from paraplan.planner.joint.pricing_order import steps_of, usual_samples, ways_of
@@ -129,3 +132,21 @@ def _numbers(pricing: Pricing) -> dict[object, list[object]]:
         kind: [(each.sharding.decisions, each.sharding.options, each.numbers) for each in found]
         for kind, found in pricing.prices.items()
     }
+
+
+def test_shardings_do_not_hang_on_how_many_positions_were_priced_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What activations keep counts by them, so the front for other positions is another one."""
+    seen: list[object] = []
+
+    def seeing(*args: object) -> object:
+        seen.append(args[-1])
+        return real(*args)  # type: ignore[arg-type]
+
+    real = pricing_module.front
+    monkeypatch.setattr(pricing_module, "front", seeing)
+    release_caches()
+    job = zoo_job("gpt2", 4)
+    combination = Combination(2, (2,), 4, "1f1b", 1)
+    for positions in (4, 2, 2):
+        _pricing(job).priced(combination, [replace(combination, pp=positions)])
+    assert seen == [4, 2]

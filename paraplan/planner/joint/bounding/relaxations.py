@@ -28,7 +28,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.recompute.kind_options import MOST_OPTIONS, RematOption, kind_options
 from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.recompute.split_backward import handed_on
-from paraplan.planner.sharding.formulate import Formulation, formulate, memory_rows
+from paraplan.planner.sharding.formulate import Formulation, formulate, kept_row
 from paraplan.planner.sharding.network.cost_network import Floats, Network
 from paraplan.planner.sharding.proof.exposed import INSIDE, proof_network
 from paraplan.planner.sharding.proof.step_bound import best_point
@@ -72,7 +72,7 @@ class RelaxedPosition:
         self.job, self.space, self.constraints, self.count, self.each_s = job, space, constraints, count, each_s
         self._problem: Formulation = formulate(space)
         self._whole = proof_network(job, space, self._problem, constraints)
-        (self._row, *_) = memory_rows(space, 1.0, activations=False)
+        self._row = kept_row(space, 0.0)
         self._kept: dict[float, Kept] = {}
 
     @cached_property
