@@ -160,8 +160,8 @@ def _lower_part(
     gathered = early(kind, forward.strategies, sorted(ops), context)
     give_sources(emitter, kind, context, gathered)
     for value, (local, lies) in (forward.saved | given.values).items():
-        if value in forward.away and value not in given.values:
-            emitter.arrive(value, kind.graph.values[value], lies.layout, forward.away[value].returning())
+        if value in forward.offloads and value not in given.values:
+            emitter.arrive(value, kind.graph.values[value], lies.layout, forward.offloads[value].back)
         else:
             emitter.give(local, kind.graph.values[value], lies.layout, lies.strides, known_as=value)
     for out, lies in zip(kind.outputs, forward.outputs, strict=True):
@@ -260,7 +260,7 @@ def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Colle
     kind = task.kind
     taken = set(ops).difference(task.forward.remat.rerun)
     made = {out for index in taken for out in kind.graph.ops[index].outs if out is not None}
-    made |= {value for value, away in task.forward.away.items() if away.local in emitter.values}
+    made |= {value for value, copy in task.forward.offloads.items() if copy.source.base in emitter.values}
     read = {name for index in later for name in kind.graph.ops[index].tensors}
     read |= {grad for grad in kind.param_grads if grad is not None}
     found = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.lowering.blocks.backward import LoweredBackward
 from paraplan.lowering.stage_blocks import StageBlocks
-from paraplan.lowering.transfers.activation_offload import AwayValue
+from paraplan.lowering.transfers.copies import Copy
 
 
 def half_of(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward:
@@ -22,8 +22,8 @@ def half_of(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward
     return lowered.parts[0 if half is ActionKind.I else 1]
 
 
-def returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[AwayValue, ...]:
-    """What a segment's backward, or half of it, reads from tiers.
+def returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[Copy, ...]:
+    """The copies back of what a segment's backward, or half of it, reads from tiers.
 
     Args:
         parts: the blocks of a stage.
@@ -31,7 +31,8 @@ def returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[AwayVal
         half: the kind of action: the whole backward, or one of its halves.
     """
     inputs = half_of(parts, index, half).block.inputs
-    return tuple(value for value in parts.forwards[index].away.values() if value.back.base in inputs)
+    copies = (copy.back for copy in parts.forwards[index].offloads.values())
+    return tuple(copy for copy in copies if copy.issued.base in inputs)
 
 
 def needs_zero(parts: StageBlocks, index: int, half: ActionKind, tangent: str) -> bool:

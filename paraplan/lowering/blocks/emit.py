@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
+from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, LocalValue
 from paraplan.ir.machine.mesh import Layout, layout_text, local_shape
 from paraplan.ir.model.graph import Arg, Graph, Op, map_refs
 from paraplan.ir.model.strides import (
@@ -24,7 +24,7 @@ from paraplan.lowering.blocks.expand import emit_expansion
 from paraplan.lowering.blocks.finish import finish_block, split_block
 from paraplan.lowering.blocks.laid_values import LaidValues
 from paraplan.lowering.blocks.padding import fill_padding
-from paraplan.lowering.transfers.activation_offload import away_value
+from paraplan.lowering.transfers.copies import Copy, local_value, offload
 from paraplan.rules.carried_rules import local_args
 from paraplan.rules.dims import op_def
 from paraplan.rules.localise import expansion, local_context
@@ -48,12 +48,13 @@ class BlockEmitter(LaidValues):
         """What the block calls a value of the graph."""
         return name
 
-    def offload(self, local: str, tier: str) -> str:
-        """Begin to copy a value to a tier; returns the local name of what is issued."""
-        issued = away_value(local, self.values[local], tier)
-        self.values[issued.base] = issued
-        self._add(Instr(kind=InstrKind.COPY, target="offload", args=("%" + local, ":" + tier), outs=(issued.base,)))
-        return issued.base
+    def offload(self, local: str, tier: str) -> Copy:
+        """Begin to copy a value to a tier."""
+        value = self.values[local]
+        copy = offload(local_value(local, value.dtype, value.shape, value.strides), tier)
+        self.values[copy.issued.base] = copy.issued
+        self._add(copy.issue)
+        return copy
 
     def op(self, op: Op, graph: Graph, strategy: Strategy, origin: int) -> None:
         """Emit one op of the joint graph under a strategy.

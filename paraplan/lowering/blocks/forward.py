@@ -28,8 +28,8 @@ from paraplan.lowering.blocks.remat import NOTHING, Remat, read_by_backward, rem
 from paraplan.lowering.rewrites.chunks import WHOLE, Chunks, chunks_of
 from paraplan.lowering.rewrites.float8_casts import casts_first
 from paraplan.lowering.rewrites.loops import emit_ops
-from paraplan.lowering.transfers.activation_offload import AwayValue
 from paraplan.lowering.transfers.bundled_transfers import travels_with
+from paraplan.lowering.transfers.copies import Copy
 from paraplan.rules.strategies import Strategy, op_strategies, strategy_named
 from paraplan.rules.time_axis import KindMicro, extend
 
@@ -85,7 +85,7 @@ class LoweredForward:
         block: its inputs keep the graph's names (parameters, boundary inputs, seed).
         outputs: per output, where and how it lies.
         saved: graph name -> (local name in the block, how it lies) of every value saved for the backward.
-        away: those that wait on a tier, by graph name; the block issues the copies (see `activation_offload`).
+        offloads: the copies of those that wait on a tier, by graph name; the block issues them.
         strategies: of every op, on the extended mesh.
         early: per parameter slot, the gather that is made before the block; None where there is none.
         remat: what the backward executes again.
@@ -97,7 +97,7 @@ class LoweredForward:
     strategies: tuple[Strategy, ...]
     early: tuple[Move | None, ...]
     remat: Remat = NOTHING
-    away: dict[str, AwayValue] = field(default_factory=dict)
+    offloads: dict[str, Copy] = field(default_factory=dict)
 
 
 def chosen_strategies(
@@ -181,13 +181,10 @@ def lower_forward(
     for value, local in zip(values, unshared(emitter, kept) if at_once(choice) else kept, strict=True):
         assert local is not None
         saved[value] = (local, Given(lies.get(value, emitter.home(value)), emitter.values[local].strides))
-    issued = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
-    block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued.values()))
-    away = {
-        value: AwayValue(saved[value][0], emitter.values[saved[value][0]].strides, emitter.values[local])
-        for value, local in issued.items()
-    }
-    return LoweredForward(block, outputs, saved, strategies, gathered, remat, away)
+    offloads = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
+    issued = (copy.issued.base for copy in offloads.values())
+    block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued))
+    return LoweredForward(block, outputs, saved, strategies, gathered, remat, offloads)
 
 
 def _saved_layouts(

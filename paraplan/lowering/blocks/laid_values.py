@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
-from paraplan.ir.execution.rank_program import Instr, InstrKind, LocalValue
+from paraplan.ir.execution.rank_program import LocalValue
 from paraplan.ir.machine.mesh import Layout, local_shape, padded_dims
 from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
 from paraplan.lowering.blocks.moves import LayoutMoves
+from paraplan.lowering.transfers.copies import Copy
 
 Dims = tuple[int, ...]
 
@@ -41,7 +40,7 @@ class LaidValues(LayoutMoves):
         self.filled: dict[tuple[str, int, float], str] = {}
         self._home: dict[str, Layout] = {}
         self._given: dict[str, LocalValue] = {}
-        self._arriving: dict[str, tuple[LocalValue, LocalValue]] = {}
+        self._arriving: dict[str, Copy] = {}
         self._at: dict[tuple[str, Layout], str] = {}
         self._origin = -1
 
@@ -75,17 +74,17 @@ class LaidValues(LayoutMoves):
         if zeros:
             self.zeroed.update((name, dim) for dim, _ in padded_dims(spec.shape, layout, self.mesh_shape))
 
-    def arrive(self, name: str, spec: TensorSpec, layout: Layout, parts: tuple[str, LocalValue, LocalValue]) -> None:
+    def arrive(self, name: str, spec: TensorSpec, layout: Layout, copy: Copy) -> None:
         """A value that is being copied back from a tier: waited for just before it is first read.
 
         Args:
             name: of the value.
             spec, layout: as for `give`.
-            parts: see `away.AwayValue.returning`.
+            copy: that was issued.
         """
-        local, issued, held = parts
-        self._given[local] = msgspec.structs.replace(issued, storage_bytes=0)
-        self._arriving[local] = (issued, held)
+        local = copy.done
+        self._given[local] = copy.arrived
+        self._arriving[local] = copy
         self.specs[name] = spec
         self._home[name] = layout
         self._at[name, layout] = local
@@ -170,12 +169,14 @@ class LaidValues(LayoutMoves):
     def _use(self, local: str) -> str:
         if local in self._given and local not in self.values:
             self.values[local] = self._given[local]
-            parts = self._arriving.get(local, ())
-            self.values.update((value.base, value) for value in parts)
-            self.inputs.update(dict.fromkeys(value.base for value in parts) or {local: None})
-            if parts:
-                args = tuple("%" + value.base for value in parts)
-                self._add(Instr(kind=InstrKind.WAIT, target="wait", args=args, outs=(local,)))
+            copy = self._arriving.get(local)
+            if copy is None:
+                self.inputs[local] = None
+                return local
+            for value in (copy.issued, copy.source):
+                self.values[value.base] = value
+                self.inputs[value.base] = None
+            self._add(copy.wait)
         return local
 
     def define(self, name: str, spec: TensorSpec, layout: Layout) -> None:

@@ -9,7 +9,7 @@ from paraplan.ir.model.strides import contiguous_strides, is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.steps.step_writer import Parted
-from paraplan.lowering.transfers.activation_offload import AwayValue
+from paraplan.lowering.transfers.copies import Copy
 from paraplan.rules.graph_strategies import GraphKey, graph_strategies
 from paraplan.rules.strategies import Strategy
 from paraplan.rules.time_axis import KindMicro, extend
@@ -225,7 +225,7 @@ def restore_block(
     stored: Layout,
     state: Layout,
     mesh_shape: Dims,
-    away: AwayValue | None = None,
+    copy: Copy | None = None,
     own: bool = False,
 ) -> Block:
     """The updated parameter written into its stored copy, by one copy that casts it; what other ranks are sent first is
@@ -237,14 +237,14 @@ def restore_block(
         state_dtype: of the optimizer's copy.
         stored, state: layouts on the mesh.
         mesh_shape: of the stage.
-        away: the state where it was updated on a tier and is being copied to the device; it takes the place of `state`.
+        copy: of the state to the device, where it was updated on a tier; what it makes is `state`.
         own: whether the state on the device is a copy, no view of the stored one.
     """
     emitter = BlockEmitter(name, (1, *mesh_shape), BlockRole.RESTORE)
     emitter.give("stored", param, (R, *stored))
     spec, strides = TensorSpec(state_dtype, param.shape), None
-    if away is not None:
-        emitter.arrive("state", spec, (R, *state), away.returning())
+    if copy is not None:
+        emitter.arrive("state", spec, (R, *state), copy)
     else:
         alike = state_dtype == param.dtype and is_view_of(param.shape, stored, state, mesh_shape)
         if alike and not own:  # a view of the stored copy

@@ -25,7 +25,7 @@ from paraplan.lowering.steps.gradients import Gradients
 from paraplan.lowering.steps.loss_steps import LossSteps
 from paraplan.lowering.steps.outer import seed_name
 from paraplan.lowering.steps.step_writer import Flight, StepWriter
-from paraplan.lowering.transfers.activation_offload import copies_away, copies_back
+from paraplan.lowering.transfers.activation_offload import offload_saved, prefetch_saved
 from paraplan.lowering.transfers.boundary_offload import Boundaries
 from paraplan.lowering.transfers.bundled_transfers import Parcel, ParcelBlocks, travels_with
 from paraplan.lowering.transfers.flights import Flights, stops
@@ -171,10 +171,10 @@ class SegmentSteps:
                     args = (outer_names.numerator(self._losses.numerators[out]), outer_names.value(out, m))
                     self._writer.add(StepKind.ACCUMULATE, args=args, microbatch=m, segment=index)
             self._leaving.end()
-            if lowered.away:
-                self._leaving.send(copies_away(self._writer.cache, tuple(lowered.away.values()), index, m))
+            if lowered.offloads:
+                self._leaving.send(offload_saved(self._writer.cache, tuple(lowered.offloads.values()), index, m))
             if leaving.get(index):
-                self._leaving.send(self._boundaries.away(leaving[index], index, m))
+                self._leaving.send(self._boundaries.offload(leaving[index], index, m))
         self._leaving.end()
 
     def _leaving_values(self, every: range, m: int) -> dict[int, tuple[str, ...]]:
@@ -212,10 +212,10 @@ class SegmentSteps:
         parts = self._rank.parts(m)
         lowered_of = {index: half_of(parts, index, half) for index in order}
         self._gather(order, lambda index: lowered_of[index].early)
-        back = [copies_back(self._writer.cache, returning(parts, index, half), index, m) for index in order]
+        back = [prefetch_saved(self._writer.cache, returning(parts, index, half), index, m) for index in order]
         self._returning.line_up(stops(order, back))
         self._fetched.line_up(stops(order, [self._fetch(index, m, lowered_of[index].block) for index in order]))
-        self._handed_back.line_up(self._boundaries.back([(i, self._read(parts, i, half)) for i in order], m))
+        self._handed_back.line_up(self._boundaries.prefetch([(i, self._read(parts, i, half)) for i in order], m))
         self._gradients.start(order, m)
         for index in order:
             segment, lowered = self._program.segments[index], lowered_of[index]
@@ -228,9 +228,9 @@ class SegmentSteps:
             given = zip(kind.outputs, segment.outputs, strict=True)
             names |= {local: outer_names.value(outer, m) for local, outer in given}
             names |= {local: outer_names.saved(index, local, m) for local in parts.forwards[index].block.saved}
-            for value in returning(parts, index, half):
-                copies = value.back.base, value.there.base
-                names |= {local: outer_names.saved(index, local, m) for local in copies}
+            for copy in returning(parts, index, half):
+                read = copy.issued.base, copy.source.base
+                names |= {local: outer_names.saved(index, local, m) for local in read}
             if half is ActionKind.W:
                 kept = half_of(parts, index, ActionKind.I).block.saved
                 names |= {local: outer_names.half(index, local, m) for local in kept}

@@ -12,23 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.names import value
+from paraplan.ir.execution.rank_program import BlockRole, LocalValue
 from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.program import Program
 from paraplan.ir.model.strides import is_dense
-from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import Stage
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import BlockCache, Flight
-from paraplan.lowering.transfers.activation_offload import AwayValue, away_block, back_block, leaving
+from paraplan.lowering.transfers.copies import CopyWay, copy_transfer, local_value, offload, prefetch
 from paraplan.lowering.transfers.flights import Stop
-from paraplan.lowering.transfers.offloaded_states import leave_block
-from paraplan.lowering.transfers.param_prefetch import came_block
 
 Names = tuple[str, ...]
+_OFFLOAD = CopyWay(offload, "leave.b", "left.b", BlockRole.OFFLOAD)
+_PREFETCH = CopyWay(prefetch, "back.b", "came.b", BlockRole.PREFETCH)
 
 
 def boundary_tiers(program: Program, stage: Stage, tail: int) -> dict[str, str]:
@@ -82,15 +83,15 @@ class Boundaries:
             self.tiers |= boundary_tiers(rank.program, rank.plan.stages[stage], rank.micro.tail)
         self._lies = {name: self._part(rank, name, tier) for name, tier in self.tiers.items()}
 
-    def _part(self, rank: RankGroup, name: str, tier: str) -> tuple[TensorSpec, tuple[int, ...] | None]:
-        """A rank's part of a value, and its strides."""
+    def _part(self, rank: RankGroup, name: str, tier: str) -> LocalValue:
+        """A rank's part of a value."""
         spec, given = rank.spec_of(name), rank.made(name)
         shape = local_shape(spec.shape, given.layout, rank.extended)
         if given.strides and not is_dense(shape, given.strides):
             raise InvalidPlanError(f"{name} is to wait on the {tier}, but does not lie dense; keep it here")
-        return TensorSpec(spec.dtype, shape), given.strides
+        return local_value(name, spec.dtype, shape, given.strides)
 
-    def away(self, names: Names, segment: int, m: int) -> Flight:
+    def offload(self, names: Names, segment: int, m: int) -> Flight:
         """The copies away of what a segment's forward is the last to read.
 
         Args:
@@ -98,33 +99,20 @@ class Boundaries:
             segment, m: which, and the microbatch.
         """
         self._there.update((name, m) for name in names)
-        values, outer = self._values(names, m)
-        issues = self._cache.get("leave.b", leave_block, values)
-        waits = self._cache.get("left.b", away_block, values)
-        return Flight((issues, waits), outer, microbatch=m, segment=segment)
+        return self._transfer(_OFFLOAD, names, segment, m)
 
-    def back(self, reads: Sequence[tuple[int, Names]], m: int) -> list[Stop]:
+    def prefetch(self, reads: Sequence[tuple[int, Names]], m: int) -> list[Stop]:
         """The copies back before a backward of these segments, each with what it reads."""
         found = []
         for segment, names in reads:
             first = tuple(name for name in dict.fromkeys(names) if (name, m) in self._there)
             self._there.difference_update((name, m) for name in first)
-            found.append(Stop(segment, self._back(first, segment, m)))
+            found.append(Stop(segment, (self._transfer(_PREFETCH, first, segment, m),) if first else ()))
         return found
 
-    def _back(self, names: Names, segment: int, m: int) -> tuple[Flight, ...]:
-        if not names:
-            return ()
-        values, outer = self._values(names, m)
-        issues = self._cache.get("back.b", back_block, values)
-        waits = self._cache.get("came.b", came_block, values)
-        return (Flight((issues, waits), outer, microbatch=m, segment=segment),)
-
-    def _values(self, names: Names, m: int) -> tuple[tuple[AwayValue, ...], dict[str, Name]]:
-        """Values as a block calls them, and the outer names of their copies."""
-        parts = [(*self._lies[name], self.tiers[name]) for name in names]
-        values = tuple(leaving(f"x{at}", part, tier, strides) for at, (part, strides, tier) in enumerate(parts))
-        outer: dict[str, Name] = {}
-        for name, each in zip(names, values, strict=True):
-            outer |= each.names(value(name, m))
-        return values, outer
+    def _transfer(self, way: CopyWay, names: Names, segment: int, m: int) -> Flight:
+        copies = {
+            way.make(msgspec.structs.replace(self._lies[name], base=f"x{at}"), self.tiers[name]): value(name, m)
+            for at, name in enumerate(names)
+        }
+        return copy_transfer(self._cache, way, copies, m, segment)

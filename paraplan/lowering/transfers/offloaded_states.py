@@ -18,20 +18,29 @@ from dataclasses import dataclass
 
 from paraplan.ir.execution import names as outer_names
 from paraplan.ir.execution.name import Name
-from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
+from paraplan.ir.execution.rank_program import BlockRole, LocalValue
 from paraplan.ir.machine.mesh import local_shape, parse_layout
 from paraplan.ir.model.program import ParamSpec
-from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.param_layouts import ParamLayouts
-from paraplan.lowering.blocks.finish import finish_block
 from paraplan.lowering.blocks.small_blocks import restore_block
 from paraplan.lowering.steps.step_writer import Flight, StepWriter
-from paraplan.lowering.transfers.activation_offload import AwayValue, away_block, away_value, back_block
+from paraplan.lowering.transfers.copies import (
+    Copy,
+    CopyWay,
+    copy_transfer,
+    issue_block,
+    local_value,
+    offload,
+    overwrite,
+    prefetch,
+    wait_block,
+)
 from paraplan.lowering.transfers.flights import Flights, stops
-from paraplan.lowering.transfers.offloaded_grads import keep_block, kept_block
+from paraplan.lowering.transfers.offloaded_grads import measured_block
 
 Dims = tuple[int, ...]
+_OFFLOAD = CopyWay(offload, "leave.", "left.", BlockRole.OFFLOAD)
 
 
 @dataclass
@@ -74,21 +83,19 @@ class StateCopies:
             grad: outer name of its gradient in the optimizer's layout.
             strides: as it lies; contiguous where left out.
         """
-        value = self._local(name, "x", strides)
+        value, tier = self.local(name, "x", strides), self.tier(name)
         if self.layouts[name].grad_tier:
             return self._keep(name, grad, value)
-        away = AwayValue("x", value.strides, away_value("x", value, self.tier(name)))
-        issues = self.writer.cache.get("leave.", leave_block, (away,))
-        waits = self.writer.cache.get("left.", away_block, (away,))
-        self.grads.send(Flight((issues, waits), away.names(grad)))
-        return grad.on(self.tier(name))
+        self.grads.send(copy_transfer(self.writer.cache, _OFFLOAD, {offload(value, tier): grad}))
+        return grad.on(tier)
 
     def _keep(self, name: str, grad: Name, value: LocalValue) -> Name:
-        """As `leave`, to where states live."""
-        tier, home, spec = self.layouts[name].grad_tier, outer_names.waiting(name), self.specs[name]
-        layout = parse_layout(self.layouts[name].state)
-        issues = self.writer.cache.get("keep.", keep_block, value, tier, spec, layout, self.mesh_shape)
-        waits = self.writer.cache.get("kept.", kept_block, value, tier)
+        """As `offload`, to where states are stored."""
+        home, spec, layouts = outer_names.waiting(name), self.specs[name], self.layouts[name]
+        copy = overwrite("keep", value, self.local(name, "home", tier=layouts.grad_tier))
+        layout = parse_layout(layouts.state)
+        issues = self.writer.cache.get("keep.", measured_block, copy, spec, layout, self.mesh_shape)
+        waits = self.writer.cache.get("kept.", wait_block, (copy,), BlockRole.STORE)
         names = {"x": grad, "home": home, "home^!": home.leaving(), "magnitude": outer_names.magnitude(name)}
         self.grads.send(Flight((issues, waits), names))
         return home
@@ -97,7 +104,7 @@ class StateCopies:
         """Write updated parameters into their stored copies, those that come from a tier one ahead."""
         order = [name for name in names if self._differs(name, params[name])]
         coming = [name for name in order if self.tier(name)]
-        self._updated.line_up(stops(coming, [self._back(name) for name in coming]))
+        self._updated.line_up(stops(coming, [self._prefetch(name) for name in coming]))
         for name in order:
             self._updated.reach(name)
             self._restore(name, params[name])
@@ -111,14 +118,19 @@ class StateCopies:
     def _dtype(self, name: str) -> str:
         return self.specs[name].dtype
 
-    def _back(self, name: str) -> Flight:
+    def _prefetch(self, name: str) -> Flight:
         """The copy of an updated parameter to the device, for which its restoration waits."""
-        away = self._state(name)
-        return Flight((self.writer.cache.get("fetch.", back_block, (away,)), None), self._state_names(name, away))
+        copy = self._copy(name)
+        block = self.writer.cache.get("fetch.", issue_block, (copy,), BlockRole.PREFETCH)
+        return Flight((block, None), self._copy_names(name, copy))
 
-    def _state_names(self, name: str, away: AwayValue) -> dict[str, Name]:
-        coming = outer_names.state(name).coming(self.tier(name))
-        return {away.there.base: self.updated(name), away.back.base: coming}
+    def _copy(self, name: str) -> Copy:
+        """The copy to the device of the optimizer's copy of a parameter, from the tier where it is updated."""
+        return prefetch(self.local(name, "state"), self.tier(name))
+
+    def _copy_names(self, name: str, copy: Copy) -> dict[str, Name]:
+        issued = outer_names.state(name).coming(copy.tier)
+        return {copy.source.base: self.updated(name), copy.issued.base: issued}
 
     def updated(self, name: str) -> Name:
         """The outer name of the optimizer's copy of a parameter where it is updated."""
@@ -127,52 +139,25 @@ class StateCopies:
 
     def _restore(self, name: str, param: ParamSpec) -> None:
         layouts, dtype = self.layouts[name], self._dtype(name)
-        away = self._state(name) if self.tier(name) else None
+        copy = self._copy(name) if self.tier(name) else None
         stored, state = parse_layout(layouts.resting), parse_layout(layouts.state)
         block = self.writer.cache.get(
-            "restore.", restore_block, param.spec, dtype, stored, state, self.mesh_shape, away, layouts.staged
+            "restore.", restore_block, param.spec, dtype, stored, state, self.mesh_shape, copy, layouts.staged
         )
         sources = {"stored": outer_names.param(name), "state": self.updated(name)}
-        if away is not None:
-            sources |= self._state_names(name, away)
+        if copy is not None:
+            sources |= self._copy_names(name, copy)
         self.writer.call(block, tuple(sources[local] for local in block.inputs), ())
 
-    def _state(self, name: str) -> AwayValue:
-        """The optimizer's copy of a parameter on the tier where it is updated."""
-        value = self._local(name, "state", None)
-        return AwayValue("state", value.strides, away_value("state", value, self.tier(name)))
+    def local(self, name: str, local: str, strides: Dims | None = None, tier: str = "") -> LocalValue:
+        """A rank's part of the optimizer's copy of a parameter, or of its gradient in that layout.
 
-    def _local(self, name: str, base: str, strides: Dims | None) -> LocalValue:
-        """A gradient or the optimizer's copy of a parameter, as it would lie on the device."""
+        Args:
+            name: of the parameter.
+            local: what a block calls it.
+            strides: of it; None for row-major.
+            tier: where it is stored; "" for the device.
+        """
         spec = self.specs[name]
         shape = local_shape(spec.shape, parse_layout(self.layouts[name].state), self.mesh_shape)
-        return LocalValue(
-            dtype=spec.dtype,
-            shape=shape,
-            strides=strides or contiguous_strides(shape),
-            base=base,
-            storage_bytes=TensorSpec(spec.dtype, shape).nbytes,
-        )
-
-
-def leave_block(name: str, values: tuple[AwayValue, ...]) -> Block:
-    """Begins copies away."""
-    known: dict[str, LocalValue] = {}
-    instrs = []
-    for value in values:
-        issued = value.issued
-        known[value.local] = LocalValue(
-            dtype=issued.dtype,
-            shape=issued.shape,
-            strides=value.strides,
-            base=value.local,
-            storage_bytes=issued.storage_bytes,
-        )
-        known[issued.base] = issued
-        instrs.append(
-            Instr(
-                kind=InstrKind.COPY, target="offload", args=("%" + value.local, ":" + issued.tier), outs=(issued.base,)
-            )
-        )
-    given, made = tuple(value.local for value in values), tuple(value.issued.base for value in values)
-    return finish_block(name, given, made, (), known, instrs, BlockRole.OFFLOAD)
+        return local_value(local, spec.dtype, shape, strides, tier)
