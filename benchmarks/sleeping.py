@@ -29,7 +29,7 @@ from paraplan.cost_models.costs import Costs
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.ir.execution.offsets import place_of
-from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, RankProgram, Step, Transfer
+from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, PeerTransfer, RankProgram, Step
 from paraplan.ir.machine.mesh import Layout
 from paraplan.ir.machine.rank_groups import holding_of, holdings
 from paraplan.ir.model.program import Program
@@ -121,7 +121,7 @@ class SleepingExecutor(Executor):
         return total
 
     def _begin_message(self, step: Step) -> None:
-        transfer: Transfer = self.program.transfers[step.transfer]
+        transfer: PeerTransfer = self.program.transfers[step.transfer]
         if transfer.starts:
             self._clock.busy(self._scale * self._costs.memory_s(transfer.nbytes, transfer.nbytes))
         super()._begin_message(step)

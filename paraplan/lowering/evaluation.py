@@ -80,7 +80,7 @@ class _Evaluation:
         steps, losses = self._steps, self._steps.losses
         self._writer.action = steps.first_action
         layouts = losses.denominators()
-        steps.segments.wake(steps.actions)
+        steps.segments.unshard(steps.actions)
         for index, term in losses.terms.items():
             if term.denominator is not None:
                 spec = self._rank.lowered.spec_of(term.numerator)

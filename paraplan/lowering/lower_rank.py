@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -27,8 +28,8 @@ from paraplan.lowering.steps.stage_messages import NameOf, StageMessages
 from paraplan.lowering.steps.stage_steps import StageSteps
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.steps.tied_grads import EndSteps
-from paraplan.lowering.transfers.bundled_transfers import Parcel
-from paraplan.lowering.transfers.offloaded_states import StateCopies
+from paraplan.lowering.transfers.bundled_transfers import BundledValue
+from paraplan.lowering.transfers.offloaded_states import OffloadedStates
 from paraplan.lowering.transfers.streamed_update import StagedUpdates
 
 _BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
@@ -52,7 +53,7 @@ class RankSteps:
         layouts, writer = rank.holding.params, self.writer
         masters = {name: rank.grad_spec(name) for name in rank.trained}
         self._fused = blocks.fused
-        self._states = StateCopies(layouts, masters, rank.holding.mesh.shape, writer)
+        self._states = OffloadedStates(layouts, masters, rank.holding.mesh.shape, writer)
         self._gradients = Gradients(rank, writer, self._states, self._fused, self.actions)
         self.losses = LossSteps(rank, writer)
         self.segments = SegmentSteps(rank, writer, self._gradients, self.losses)
@@ -74,7 +75,7 @@ class RankSteps:
         if self._late:
             self.writer.add(StepKind.UPDATE, args=tuple(map(outer_names.state, self._late)), late=True)
         self.losses.tangents(self.losses.denominators())
-        self.segments.wake(self.actions)
+        self.segments.unshard(self.actions)
         finals = self.stages.finals()
         last = {action.kind: index for index, action in enumerate(self.actions)}
         known = (0, self.writer.action)
@@ -94,8 +95,9 @@ class RankSteps:
                         known = (len(self.writer.steps), text)
             elif action.kind in _BACKWARD:
                 self.losses.end_waits()
-                ahead = self._set_out if self.rank.plan.states_ahead and index == last_backward else None
-                self._backward(action, finals.get(index, {}), ahead)
+                ahead = self.rank.plan.states_ahead and index == last_backward
+                states = partial(self._staged.prefetch, self.rank.trained) if ahead else None
+                self._backward(action, finals.get(index, {}), states)
                 if index != last.get(ActionKind.B) and index != last.get(ActionKind.W):
                     self._gradients.pause()
             elif action.kind is ActionKind.REDUCE_GRAD:
@@ -112,17 +114,17 @@ class RankSteps:
         self.writer.add(StepKind.DROP, drops=(*ended, *self._measured))
         return self.ended(kept, grads, {})
 
-    def _reduced(self, joined: Sequence[Parcel], end_loss: Callable[[], None]) -> dict[str, Name]:
+    def _reduced(self, joined: Sequence[BundledValue], end_loss: Callable[[], None]) -> dict[str, Name]:
         """Gradients after the last backward: summed over ranks, the loss along with them, and on their way."""
-        self._gradients.go_on()
-        self._gradients.partials.end()
-        for parcel in joined:
-            self._gradients.reductions.send(parcel)
-        self._gradients.reductions.end()
+        self._gradients.send_kept()
+        self._gradients.partials.wait_all()
+        for value in joined:
+            self._gradients.reductions.send(value)
+        self._gradients.reductions.wait_all()
         if self.rank.plan.cluster.num_devices > 1:
             end_loss()
         coming = self._buffers.send()
-        return self._gradients.leave(self.ends.exchange(self._gradients.reductions.grads, coming))
+        return self._gradients.offload(self.ends.exchange(self._gradients.reductions.grads, coming))
 
     def _write_buffers(self, at: int, action: str) -> None:
         """Buffers get their new values once the step is through; on one device with the loss, as a model itself writes
@@ -141,7 +143,7 @@ class RankSteps:
     def forward(self, action: Action) -> None:
         """A stage's forward, what it reads received before and what it makes sent after, where no action says when."""
         stage, m = action.stage, action.microbatch
-        self._gradients.go_on()
+        self._gradients.send_kept()
         self.segments.reach(self.rank.plan.stages[stage].first)
         self._messages.arrive(self.rank.lowered.route(m).values, stage, m, lambda value, _: outer_names.value(value, m))
         self.stages.forward(stage, m)
@@ -150,7 +152,7 @@ class RankSteps:
 
     def _backward(self, action: Action, final: dict[int, list[str]], ahead: Callable[[], None] | None = None) -> None:
         stage, m = action.stage, action.microbatch
-        self._gradients.go_on()
+        self._gradients.send_kept()
         if action.kind is not ActionKind.W:
             came = self._messages.arrive(self.rank.lowered.route(m).grads, stage, m, _grad_from(m))
             for value, name in came:
@@ -186,7 +188,7 @@ class RankSteps:
     def _send_grads(self, stage: int, m: int) -> None:
         for each in self._messages.sent_by(self.rank.lowered.route(m).grads, stage):
             self._messages.send(each, outer_names.grad_of(each.value, m), self.rank.parts(m).grads[each.value], m)
-        self._gradients.go_on()
+        self._gradients.send_kept()
 
     def _hands_on(self, stage: int, m: int) -> bool:
         """Whether another group of ranks waits for a stage's gradients of a microbatch."""
@@ -261,10 +263,6 @@ class RankSteps:
         return tuple(
             name for step in self.writer.steps for name in step.outs if name is not None and name.role is Role.MAGNITUDE
         )
-
-    def _set_out(self) -> None:
-        """The first states that come to their update are begun."""
-        self._staged.set_out(self.rank.trained)
 
     def _end_late(self, grads: dict[str, Name]) -> None:
         """What the host has updated meanwhile comes back, and this step's gradients are held for the next."""

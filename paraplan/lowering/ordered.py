@@ -23,10 +23,10 @@ import msgspec
 from paraplan.ir.execution.memory_actions import Act, MemAction
 from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Instr, InstrKind, LocalValue, RankProgram, Step, StepKind
-from paraplan.ir.model.strides import contiguous_strides, is_dense
 from paraplan.lowering.block_writer import BlockWriter, ValueNames
 from paraplan.lowering.flat import FlatOp, FlatProgram, flatten
 from paraplan.lowering.replay import check_actions
+from paraplan.lowering.transfers.copies import dense_copy
 
 
 def order_program(program: RankProgram, actions: Sequence[MemAction]) -> RankProgram:
@@ -188,11 +188,7 @@ class _Order(BlockWriter):
         """A tensor's copy on a tier, as it is issued; its base is its own name."""
         local = self.flat.values[self.owner[storage]].local
         assert local is not None
-        dense = is_dense(local.shape, local.strides)
-        strides = local.strides if dense else contiguous_strides(local.shape)
-        return msgspec.structs.replace(
-            local, strides=strides, base="", storage_bytes=local.nbytes, tier=self.tier[storage]
-        )
+        return dense_copy(local, "", self.tier[storage])
 
     def _accumulate(self, step: Step, index: int, position: int) -> None:
         names = self.flat.outer[index]

@@ -14,7 +14,7 @@ from paraplan.cost_models.constants import efficiency_of
 from paraplan.cost_models.profiles.curves import Curve
 from paraplan.cost_models.profiles.measured import MeasuredTimes
 from paraplan.ir.errors import CostModelError
-from paraplan.ir.execution.rank_program import Transfer
+from paraplan.ir.execution.rank_program import PeerTransfer
 from paraplan.ir.execution.streams import Stream, comm_stream
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import Mesh
@@ -133,7 +133,7 @@ class Moves:
         per_byte = (self.collective_s(target, axis, 2 * _MANY) - self.collective_s(target, axis, _MANY)) / _MANY
         return input_bytes * per_byte
 
-    def message_s(self, transfer: Transfer) -> float:
+    def message_s(self, transfer: PeerTransfer) -> float:
         """Seconds of a message between this mesh and another: the slowest of the pairs of ranks that exchange it.
 
         Raises:

@@ -281,7 +281,7 @@ def _phase(action: str) -> ActionKind:
     return parse_action(action).kind
 
 
-class Transfer(Value, frozen=True, kw_only=True):
+class PeerTransfer(Value, frozen=True, kw_only=True):
     """A message between ranks of two meshes, one per microbatch.
 
     Attributes:
@@ -375,7 +375,7 @@ class RankProgram(Value, frozen=True, kw_only=True):
     optimizer_bytes: int
     update_workspace_bytes: int
     update_tiers: dict[str, tuple[int, int]] = {}
-    transfers: dict[str, Transfer] = {}
+    transfers: dict[str, PeerTransfer] = {}
 
     def role_of(self, step: Step) -> BlockRole | None:
         """What the block of a CALL does; None for other steps."""

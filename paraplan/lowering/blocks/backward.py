@@ -21,6 +21,7 @@ from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.model.program import SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice
+from paraplan.lowering.blocks.bundle import bundle_key
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.blocks.forward import (
     Given,
@@ -38,7 +39,6 @@ from paraplan.lowering.blocks.forward import (
 from paraplan.lowering.rewrites.chunks import Chunks
 from paraplan.lowering.rewrites.float8_casts import casts_first, each_once
 from paraplan.lowering.rewrites.loops import emit_ops
-from paraplan.lowering.transfers.bundled_transfers import travels_with
 from paraplan.rules.time_axis import KindMicro, dual
 
 
@@ -308,7 +308,7 @@ def _param_grads(
                 continue
         if context.reduce_dtype and any(move.reduction for move in path):
             grad = _as_summed(backward, grad, context.reduce_dtype)
-        if path and not path[0].is_gather and travels_with(backward.specs[grad], path, backward.mesh_shape):
+        if path and not path[0].is_gather and bundle_key(backward.specs[grad], path, backward.mesh_shape):
             found.append(backward.get(grad, backward.home(grad)))
             left.append(path)
             continue

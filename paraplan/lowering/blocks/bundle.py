@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paraplan.ir.execution.rank_program import LocalValue
-from paraplan.ir.machine.mesh import local_shape
+from paraplan.ir.machine.mesh import Layout, local_shape
 from paraplan.ir.machine.reshard import Move, pads
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import TensorSpec
@@ -42,9 +42,19 @@ def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
         move: what is to be done to it.
         mesh_shape: size of every axis.
     """
-    layout = move.after if move.split_dim >= 0 else move.before
-    nbytes = TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes
+    nbytes = local_bytes(spec, move.after if move.split_dim >= 0 else move.before, mesh_shape)
     return 0 < nbytes <= SMALL_BYTES and not pads(spec.shape, move, mesh_shape)
+
+
+def local_bytes(spec: TensorSpec, layout: Layout, mesh_shape: Dims) -> int:
+    """Bytes of a rank's part of a tensor.
+
+    Args:
+        spec: of the tensor, global.
+        layout: a placement per axis.
+        mesh_shape: size of every axis.
+    """
+    return TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes
 
 
 def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUNDLE_BYTES) -> bool:
@@ -61,17 +71,24 @@ def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUN
     return nbytes >= min(most_bytes, max(SMALL_BYTES, 2 * widest_bytes))
 
 
-def bundle_key(dtype: str, path: Sequence[Move]) -> Key | None:
-    """What tensors that may share a bundle have in common; None where a change of layout cannot be bundled.
+def bundle_key(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Key | None:
+    """What a tensor must share with others to travel with them; None where it goes alone.
 
-    What is elementwise can, over any number of axes (sums), and one gather or one scatter.
+    Small ones travel together that are moved elementwise, over any number of axes (sums), or by one gather or scatter.
+
+    Args:
+        spec: of the tensor, global.
+        path: moves it makes.
+        mesh_shape: size of every axis.
     """
     found = [move.collective for move in path if move.collective is not None]
     if not found or len(found) < len(path) or any(each.splits and each.joins for each in found):
         return None
     if len(found) > 1 and not all(each.is_elementwise for each in found):
         return None
-    return dtype, tuple((move.kind, move.axis, move.reduction) for move in path)
+    if not is_small(spec, path[0], mesh_shape):
+        return None
+    return spec.dtype, tuple((move.kind, move.axis, move.reduction) for move in path)
 
 
 def move_together(

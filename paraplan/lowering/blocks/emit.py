@@ -245,7 +245,7 @@ class BlockEmitter(LaidValues):
             self.name, tuple(self.inputs), tuple(outputs), tuple(saved), self.values, self._instrs, self.role, self.kind
         )
 
-    def parted(self, outputs: Sequence[str | None]) -> tuple[Block | None, ...]:
+    def split(self, outputs: Sequence[str | None]) -> tuple[Block | None, ...]:
         """The block in parts between which other work can come (see `finish.split_block`)."""
         return split_block(self.name, tuple(self.inputs), tuple(outputs), self.values, self._instrs, self.role)
 

@@ -1,6 +1,6 @@
 """Ordering a block: collectives and copies as early as their input exists, waits as late as their result is needed.
 
-Compute keeps its order. Every value is then freed at its last use. A block may be parted before its first wait, so that
+Compute keeps its order. Every value is then freed at its last use. A block may be split before its first wait, so that
 other work comes between.
 """
 
@@ -55,8 +55,8 @@ def split_block(
     instrs: list[Instr],
     role: BlockRole,
 ) -> tuple[Block | None, ...]:
-    """The instructions as blocks between which other work can come: parted before the first wait, and, where a
-    collective has to wait for another, after the last of those (a move over two axes: issue, go on, wait).
+    """The instructions as blocks between which other work can come: split before the first wait, and, where a
+    collective has to wait for another, after the last of those (a move over two axes: issue, issue again, wait).
 
     Each takes what those before issued, and inputs and values of theirs that it reads; the first is None where nothing
     waits.

@@ -23,12 +23,12 @@ from paraplan.ir.model.graph import Op, Phase
 from paraplan.ir.model.program import SegmentKind
 from paraplan.ir.model.strides import is_dense
 from paraplan.ir.plan import KindChoice
+from paraplan.lowering.blocks.bundle import bundle_key
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.blocks.remat import NOTHING, Remat, read_by_backward, remat_of
 from paraplan.lowering.rewrites.chunks import WHOLE, Chunks, chunks_of
 from paraplan.lowering.rewrites.float8_casts import casts_first
 from paraplan.lowering.rewrites.loops import emit_ops
-from paraplan.lowering.transfers.bundled_transfers import travels_with
 from paraplan.lowering.transfers.copies import Copy
 from paraplan.rules.strategies import Strategy, op_strategies, strategy_named
 from paraplan.rules.time_axis import KindMicro, extend
@@ -371,7 +371,7 @@ def early(
         spec, layouts = kind.graph.values[name], tuple(wanted.get(name, ()))
         path = reshard_path(spec.shape, (R, *stored), layouts[0], extended, frozen=1) if len(layouts) == 1 else ()
         gathers = bool(path) and path[0].is_gather
-        gathers = gathers and (context.ahead or travels_with(spec, path[:1], extended) is not None)
+        gathers = gathers and (context.ahead or bundle_key(spec, path[:1], extended) is not None)
         found.append(path[0] if gathers and not away else None)
     return tuple(found)
 

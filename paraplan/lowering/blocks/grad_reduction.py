@@ -18,13 +18,14 @@ from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.ir.machine.mesh import Layout, R, parse_layout
 from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.blocks.bundle import bundle_key
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import StepWriter
-from paraplan.lowering.transfers.bundled_transfers import IN_FLIGHT, Parcel, ParcelBlocks, Parcels, travels_with
-from paraplan.lowering.transfers.flights import Flights
+from paraplan.lowering.transfers.bundled_transfers import IN_FLIGHT, BundleBlocks, BundledTransfers, BundledValue
+from paraplan.lowering.transfers.transfer_queue import TransferQueue
 
 
-class Reductions:
+class Reductions(BundledTransfers):
     """The gradient reductions of a step.
 
     Args:
@@ -43,9 +44,8 @@ class Reductions:
         self._layouts, self._accumulates, self._wire_dtype = rank.holding.params, accumulates, plan.wire_dtype
         self._specs = {name: rank.grad_spec(name) for name in accumulates}
         self._extended, self._reduced = (1, *rank.holding.mesh.shape), reduced
-        blocks = ParcelBlocks(writer.cache, "reduce.", BlockRole.REDUCE, self._extended)
-        flights = Flights(writer, IN_FLIGHT, plan.reducing_bytes)
-        self._parcels = Parcels(blocks, flights, self._arrived, most_bytes=plan.bundle_bytes)
+        blocks = BundleBlocks(writer.cache, "reduce.", BlockRole.REDUCE, self._extended)
+        super().__init__(blocks, TransferQueue(writer, IN_FLIGHT, plan.reducing_bytes), plan.bundle_bytes)
         self._names: dict[Name, str] = {}
         self.grads: dict[str, Name] = {}
 
@@ -58,33 +58,22 @@ class Reductions:
             self._names[reduced] = name
             if path:
                 dtypes = self._specs[name].dtype, self._accumulates[name]
-                self._parcels.send(Parcel(added, reduced, self._sent(name), path, *dtypes))
+                self.send(BundledValue(added, reduced, self._sent(name), path, *dtypes))
             else:
                 self._reduced(name, added)
 
     def takes(self, spec: TensorSpec, path: tuple[Move, ...]) -> bool:
         """Whether small gradients are reduced that something else can go with."""
-        key = travels_with(spec, path, self._extended)
+        key = bundle_key(spec, path, self._extended)
         return key is not None and any(
-            path and travels_with(each, path, self._extended) == key
+            path and bundle_key(each, path, self._extended) == key
             for each, path in ((self._sent(name), self._path(name)) for name in self._specs)
         )
 
-    def send(self, parcel: Parcel) -> None:
-        """Take something else that goes with gradients."""
-        self._parcels.send(parcel)
-
-    def go_on(self) -> None:
-        """A segment was passed."""
-        self._parcels.flights.go_on()
-
-    def end(self) -> None:
-        """Begin the rest, and wait for all."""
-        self._parcels.end()
-
-    def _arrived(self, parcel: Parcel) -> None:
-        if parcel.result in self._names:
-            self._reduced(self._names[parcel.result], parcel.result)
+    def arrived(self, value: BundledValue) -> None:
+        """A gradient, or what was sent along with them, is in its layout."""
+        if value.result in self._names:
+            self._reduced(self._names[value.result], value.result)
 
     def _path(self, name: str) -> tuple[Move, ...]:
         layouts = self._layouts[name]
@@ -98,7 +87,7 @@ class Reductions:
         return TensorSpec(dtype, self._specs[name].shape)
 
 
-class Partials:
+class Partials(BundledTransfers):
     """Gradients on the way to their accumulators.
 
     Args:
@@ -115,23 +104,19 @@ class Partials:
         final: Callable[[Iterable[str]], None],
     ) -> None:
         plan = rank.plan
-        blocks = ParcelBlocks(writer.cache, "sums.", BlockRole.REDUCE, rank.extended)
-        flights = Flights(writer, IN_FLIGHT, plan.reducing_bytes if plan.group > 1 else 0)
-        self._parcels = Parcels(blocks, flights, self._arrived, all_hold=True, most_bytes=plan.bundle_bytes)
+        blocks = BundleBlocks(writer.cache, "sums.", BlockRole.REDUCE, rank.extended)
+        queue = TransferQueue(writer, IN_FLIGHT, plan.reducing_bytes if plan.group > 1 else 0)
+        super().__init__(blocks, queue, plan.bundle_bytes, all_hold=True)
         self._add, self._final = add, final
         self._under_way: Counter[str] = Counter()
         self._passed: set[str] = set()
         self._params: dict[Name, str] = {}
 
-    def start(self, widest_bytes: int) -> None:
-        """A backward begins, no segment of which sends more than this."""
-        self._parcels.widest_bytes = widest_bytes
-
-    def send(self, param: str, parcel: Parcel) -> None:
+    def take(self, param: str, value: BundledValue) -> None:
         """Take a part of a parameter's gradient."""
         self._under_way[param] += 1
-        self._params[parcel.result] = param
-        self._parcels.send(parcel)
+        self._params[value.result] = param
+        self.send(value)
 
     def passed(self, params: Iterable[str]) -> None:
         """Nothing more will be sent for these parameters."""
@@ -141,21 +126,10 @@ class Partials:
             else:
                 self._final((name,))
 
-    def go_on(self) -> None:
-        """A segment was passed."""
-        self._parcels.flights.go_on()
-
-    def end(self) -> None:
-        """Wait for all that is under way."""
-        self._parcels.end()
-
-    def rest(self) -> None:
-        """Begin the rest, and leave it under way."""
-        self._parcels.rest()
-
-    def _arrived(self, parcel: Parcel) -> None:
-        param = self._params.pop(parcel.result)
-        self._add(param, parcel.result)
+    def arrived(self, value: BundledValue) -> None:
+        """A part is where its parameter's gradient accumulates."""
+        param = self._params.pop(value.result)
+        self._add(param, value.result)
         self._under_way[param] -= 1
         if param in self._passed and not self._under_way[param]:
             self._passed.discard(param)

@@ -12,9 +12,9 @@ from paraplan.ir.execution.rank_program import LocalValue
 from paraplan.ir.machine.mesh import Layout, local_shape, padded_dims
 from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.strides import contiguous_strides
-from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
+from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.moves import LayoutMoves
-from paraplan.lowering.transfers.copies import Copy
+from paraplan.lowering.transfers.copies import Copy, local_value
 
 Dims = tuple[int, ...]
 
@@ -64,9 +64,7 @@ class LaidValues(LayoutMoves):
             zeros: whether its padding is zero.
         """
         shape = local_shape(spec.shape, layout, self.mesh_shape)
-        nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
-        strides = contiguous_strides(shape) if strides is None else strides
-        self._given[name] = LocalValue(dtype=spec.dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
+        self._given[name] = local_value(name, spec.dtype, shape, strides)
         known = known_as or name
         self.specs[known] = spec
         self._home[known] = layout
@@ -207,8 +205,7 @@ class LaidValues(LayoutMoves):
         self._at[name, home] = local
 
     def _fresh(self, name: str, dtype: str, shape: Dims, strides: Dims) -> None:
-        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        self.values[name] = LocalValue(dtype=dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes)
+        self.values[name] = local_value(name, dtype, shape, strides)
 
     def fresh(self, name: str, dtype: str, shape: Dims) -> None:
         """Declare a value with a contiguous storage of its own.

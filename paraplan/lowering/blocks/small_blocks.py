@@ -8,7 +8,7 @@ from paraplan.ir.model.program import Denominator, LossTerm
 from paraplan.ir.model.strides import contiguous_strides, is_contiguous
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.steps.step_writer import Parted
+from paraplan.lowering.steps.step_writer import SplitBlock
 from paraplan.lowering.transfers.copies import Copy
 from paraplan.rules.graph_strategies import GraphKey, graph_strategies
 from paraplan.rules.strategies import Strategy
@@ -69,7 +69,7 @@ def total_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> 
 
 def tangent_block(
     name: str, spec: TensorSpec, layout: Layout | None, extended: Dims, scaled: bool, share: float = 1.0
-) -> Parted:
+) -> SplitBlock:
     """The whole denominator and the tangent 1/denominator; just a constant tangent where there is none.
 
     Args:
@@ -95,7 +95,7 @@ def tangent_block(
         if dtype != "float32":
             scale = emitter.cast(scale, dtype, "cast")
         tangent = emitter.local("aten.mul.Tensor", ("%" + tangent, "%" + scale), "scaled", dtype, ())
-    return emitter.parted((total, tangent))
+    return emitter.split((total, tangent))
 
 
 def zero_block(name: str, spec: TensorSpec, layout: Layout, extended: Dims) -> Block:
@@ -120,7 +120,7 @@ def loss_block(
     layouts: tuple[Layout, ...],
     extended: Dims,
     share: float = 1.0,
-) -> Parted:
+) -> SplitBlock:
     """loss = sum of numerator/denominator, whole on every rank; inputs `numerator<i>` and `denominator<i>`.
 
     Numerators without a denominator are multiplied by `share`.
@@ -157,7 +157,7 @@ def loss_block(
         value = _scalar_sum(emitter, addends, f"part{number}+", dtype)
         scale = 1.0 / weights[loss]
         metrics.append(emitter.local("aten.mul.Tensor", ("%" + value, scale), f"metric{number}", dtype, ()))
-    return emitter.parted((total, *metrics))
+    return emitter.split((total, *metrics))
 
 
 def _scalar_sum(emitter: BlockEmitter, addends: list[str], stem: str, dtype: str) -> str:

@@ -1,8 +1,8 @@
 """Gradients of parameters, from the blocks that make them to where the optimizer takes them.
 
-A gradient is added to its accumulator as it is made, brought there with others (`reduce.Partials`), or added up over
-several microbatches first (`microbatch_groups`); once complete it is reduced to the optimizer's layout
-(`grad_reduction.Reductions`), and leaves the device where its parameter is updated elsewhere (`offloaded_states`).
+A gradient is added to its accumulator as it is made, brought there with others (`grad_reduction.Partials`), or added
+up over several microbatches first (`microbatch_groups`); once complete it is reduced to the optimizer's layout
+(`grad_reduction.Reductions`), and offloaded where its parameter is updated elsewhere (`offloaded_states`).
 
 The gradient that a stage hands on to another is what a pipeline waits for, so what is complete by that backward sets
 out after it was sent: every position's reductions then delay its own next computation, and not, one after another, the
@@ -20,13 +20,14 @@ from paraplan.ir.execution.rank_program import LocalValue, StepKind
 from paraplan.ir.execution.schedule import Action
 from paraplan.ir.machine.reshard import Move
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.lowering.blocks.bundle import local_bytes
 from paraplan.lowering.blocks.grad_reduction import Partials, Reductions
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.rewrites.accumulators import Accumulators
 from paraplan.lowering.steps.microbatch_groups import Groups
 from paraplan.lowering.steps.step_writer import StepWriter
-from paraplan.lowering.transfers.bundled_transfers import Parcel, local_bytes
-from paraplan.lowering.transfers.offloaded_states import StateCopies
+from paraplan.lowering.transfers.bundled_transfers import BundledValue
+from paraplan.lowering.transfers.offloaded_states import OffloadedStates
 
 
 class Gradients:
@@ -43,11 +44,16 @@ class Gradients:
         partials, reductions: on their way.
         strides_of: accumulator -> its strides.
         sent_after: the segment whose backward makes the gradient that is handed on to another stage, so that
-            parameters' wait for `go_on`; -1 where none is.
+            parameters' wait for `send_kept`; -1 where none is.
     """
 
     def __init__(
-        self, rank: RankGroup, writer: StepWriter, states: StateCopies, fused: frozenset[str], actions: Sequence[Action]
+        self,
+        rank: RankGroup,
+        writer: StepWriter,
+        states: OffloadedStates,
+        fused: frozenset[str],
+        actions: Sequence[Action],
     ) -> None:
         self._rank, self._writer, self._states = rank, writer, states
         holders = Counter(name for holding in rank.lowered.held for name in holding.trained)
@@ -65,9 +71,9 @@ class Gradients:
     def start(self, order: Sequence[int], m: int) -> None:
         """A backward of these segments begins."""
         if self._waits:
-            self.partials.end()
+            self.partials.wait_all()
             self._waits = False
-        self.partials.start(max((self._partial_bytes(index, m) for index in order), default=0))
+        self.partials.widest_bytes = max((self._partial_bytes(index, m) for index in order), default=0)
 
     def add(self, name: str, out: Name, value: LocalValue, path: tuple[Move, ...], m: int, index: int) -> None:
         """Take a parameter's gradient.
@@ -92,54 +98,55 @@ class Gradients:
         else:
             out, _ = self._accumulators.laid_out(name, out, value, value.dtype, m, index)
             dtype = self._accumulators.dtype_on_arrival(name, path)
-            self.partials.send(name, Parcel(out, out.moved, self._made_spec(name), path, dtype))
+            self.partials.take(name, BundledValue(out, out.moved, self._made_spec(name), path, dtype))
 
     def passed(self, final: Iterable[str]) -> None:
         """A segment's backward was called, the last to add to these parameters' gradients."""
-        self._set_out(self.reductions.go_on)
-        self._set_out(self.partials.go_on)
-        self._set_out(lambda: self.partials.passed(final))
+        self._in_turn(self.reductions.queue.issue_due)
+        self._in_turn(self.partials.queue.issue_due)
+        self._in_turn(lambda: self.partials.passed(final))
         self._states.grads.passed()
 
-    def go_on(self) -> None:
-        """What was kept back sets out."""
+    def send_kept(self) -> None:
+        """Send what was kept back."""
         kept, self._kept, self.sent_after = self._kept, [], -1
         for each in kept:
             each()
         if kept:
-            self.partials.rest()
+            self.partials.flush()
 
-    def _set_out(self, send: Callable[[], None]) -> None:
+    def _in_turn(self, send: Callable[[], None]) -> None:
+        """Now, or after the gradient that is handed on to another stage."""
         self._kept.append(send) if self.sent_after >= 0 else send()
 
-    def _send_group(self, name: str, parcel: Parcel) -> None:
+    def _send_group(self, name: str, total: BundledValue) -> None:
         """Take a gradient that several microbatches have added up to."""
-        self._set_out(lambda: self.partials.send(name, parcel))
+        self._in_turn(lambda: self.partials.take(name, total))
 
     def pause(self) -> None:
         """A backward is over, and others follow: what it makes of every microbatch is waited for, with the next one's
-        begin where it has yet to set out."""
+        begin where it has yet to be sent."""
         if self._groups.every > 1:
-            self.partials.rest()
+            self.partials.flush()
         elif self._kept:
             self._waits = True
         else:
-            self.partials.end()
+            self.partials.wait_all()
 
-    def leave(self, grads: Mapping[str, Name]) -> dict[str, Name]:
-        """Gradients where their parameters are updated: those that were exchanged set out only now."""
+    def offload(self, grads: Mapping[str, Name]) -> dict[str, Name]:
+        """Gradients where their parameters are updated: those that were exchanged are offloaded only now."""
         left = {
-            name: self._states.leave(name, grad, self.strides_of.get(self.reductions.grads.get(name, grad)))
+            name: self._states.offload_grad(name, grad, self.strides_of.get(self.reductions.grads.get(name, grad)))
             for name, grad in grads.items()
-            if self._states.leaves(name) and name in self._tied
+            if self._states.offloads_grad(name) and name in self._tied
         }
-        self._states.grads.end()
+        self._states.grads.wait_all()
         return {**grads, **left}
 
     def _reduced(self, name: str, grad: Name) -> None:
         """A gradient is in the optimizer's layout; other groups' are added to a tied parameter's first."""
-        if self._states.leaves(name) and name not in self._tied:
-            self.reductions.grads[name] = self._states.leave(name, grad, self.strides_of.get(grad))
+        if self._states.offloads_grad(name) and name not in self._tied:
+            self.reductions.grads[name] = self._states.offload_grad(name, grad, self.strides_of.get(grad))
 
     def _accumulate(self, name: str, addend: Name) -> None:
         self._accumulators.mark(name)

@@ -20,8 +20,8 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.grad_reduction import Reductions
 from paraplan.lowering.blocks.small_blocks import count_block, loss_block, tangent_block
 from paraplan.lowering.rank_group import RankGroup
-from paraplan.lowering.steps.step_writer import Flight, StepWriter
-from paraplan.lowering.transfers.bundled_transfers import Parcel
+from paraplan.lowering.steps.step_writer import StepWriter, Transfer
+from paraplan.lowering.transfers.bundled_transfers import BundledValue
 
 
 class LossSteps:
@@ -88,32 +88,32 @@ class LossSteps:
             sources = {"scale": LOSS_SCALE} | ({} if d is None else {"count": outer_names.denominator(d)})
             total = None if d is None else outer_names.total(index)
             self.tangent_of[term.numerator] = outer_names.tangent(index)
-            flight = Flight(block, sources, (total, outer_names.tangent(index)))
-            self._waits.append(self._writer.issue(flight).end)
+            transfer = Transfer(block, sources, (total, outer_names.tangent(index)))
+            self._waits.append(self._writer.issue(transfer).wait)
 
     def end_waits(self) -> None:
         """Denominators are whole and gradients of numerators known from here on."""
         while self._waits:
             self._waits.pop(0)()
 
-    def joining(self, reductions: Reductions) -> tuple[Parcel, ...]:
+    def joining(self, reductions: Reductions) -> tuple[BundledValue, ...]:
         """Numerators of the loss that are summed along with gradients rather than by themselves.
 
         None where another one is summed by itself: the loss is begun with that sum, before gradients are.
         """
         whole = (R,) * len(self._rank.extended)
-        parcels = []
+        found = []
         for index, term in self.terms.items():
             spec, layout = self._rank.lowered.spec_of(term.numerator), (R, *self._rank.made(term.numerator).layout[1:])
             path = reshard_path(spec.shape, layout, whole, self._rank.extended, frozen=1)
             if reductions.takes(spec, path):
                 made = outer_names.numerator(index)
-                parcels.append(Parcel(made, made.moved, spec, path))
+                found.append(BundledValue(made, made.moved, spec, path))
             elif path:
                 return ()
-        return tuple(parcels)
+        return tuple(found)
 
-    def begin_loss(self, joined: Sequence[Parcel]) -> Callable[[], None]:
+    def begin_loss(self, joined: Sequence[BundledValue]) -> Callable[[], None]:
         """The loss from what the microbatches say, begun; what ends it. `joined` are whole by then.
 
         Of several terms one may be divided before another's sum is begun: the ends of denominators come first.
@@ -123,7 +123,7 @@ class LossSteps:
         rank = self._rank
         indices, terms = tuple(self.terms), tuple(self.terms.values())
         specs = tuple(rank.lowered.spec_of(term.numerator) for term in terms)
-        came = {parcel.source: parcel.result for parcel in joined}
+        came = {value.source: value.result for value in joined}
         layouts = tuple(
             (R,) * len(rank.extended) if outer_names.numerator(i) in came else rank.made(term.numerator).layout
             for i, term in self.terms.items()
@@ -136,7 +136,7 @@ class LossSteps:
         names = {f"numerator{at}": came.get(each, each) for at, each in enumerate(made)}
         names |= {f"denominator{at}": outer_names.total(i) for at, i in enumerate(indices)}
         shares = tuple(self.share_of(name, self._rank.group) for name in self.losses(self._rank.group))
-        return self._writer.issue(Flight(block, names, shares)).end
+        return self._writer.issue(Transfer(block, names, shares)).wait
 
     @property
     def metrics(self) -> dict[str, Name]:

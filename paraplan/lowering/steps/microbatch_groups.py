@@ -20,7 +20,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.rewrites.accumulators import Accumulators
 from paraplan.lowering.steps.step_writer import StepWriter
-from paraplan.lowering.transfers.bundled_transfers import Parcel
+from paraplan.lowering.transfers.bundled_transfers import BundledValue
 
 
 class Groups:
@@ -41,7 +41,7 @@ class Groups:
         rank: RankGroup,
         writer: StepWriter,
         accumulators: Accumulators,
-        send: Callable[[str, Parcel], None],
+        send: Callable[[str, BundledValue], None],
         actions: Iterable[Action],
     ) -> None:
         self._rank, self._writer, self._accumulators, self._send = rank, writer, accumulators, send
@@ -82,7 +82,7 @@ class Groups:
             wire = self._rank.plan.wire_dtype if sums and self._rank.plan.wire_dtype else dtype
             sent = TensorSpec(wire, self._rank.program.params[name].spec.shape)
             arrives = self._accumulators.dtype_on_arrival(name, path)
-            self._send(name, Parcel(total, total.moved, sent, path, arrives, dtype))
+            self._send(name, BundledValue(total, total.moved, sent, path, arrives, dtype))
 
     def _last_of(self, key: tuple[int, str, tuple[Move, ...]], m: int) -> int:
         """The last segment of a stage's backward whose gradient of a parameter has to move so."""

@@ -17,6 +17,7 @@ from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.backward import LoweredBackward
 from paraplan.lowering.blocks.backward_halves import half_of, needs_zero, returning
+from paraplan.lowering.blocks.bundle import bundle_key
 from paraplan.lowering.blocks.small_blocks import zero_block
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.stage_blocks import StageBlocks
@@ -24,16 +25,17 @@ from paraplan.lowering.steps.cast_steps import CastSteps
 from paraplan.lowering.steps.gradients import Gradients
 from paraplan.lowering.steps.loss_steps import LossSteps
 from paraplan.lowering.steps.outer import seed_name
-from paraplan.lowering.steps.step_writer import Flight, StepWriter
+from paraplan.lowering.steps.step_writer import StepWriter, Transfer
 from paraplan.lowering.transfers.activation_offload import offload_saved, prefetch_saved
-from paraplan.lowering.transfers.boundary_offload import Boundaries
-from paraplan.lowering.transfers.bundled_transfers import Parcel, ParcelBlocks, travels_with
-from paraplan.lowering.transfers.flights import Flights, stops
-from paraplan.lowering.transfers.param_allgather import Visit, each_alone, gather_groups
-from paraplan.lowering.transfers.param_prefetch import Fetches
+from paraplan.lowering.transfers.boundary_offload import BoundaryOffload
+from paraplan.lowering.transfers.bundled_transfers import BundleBlocks, BundledValue
+from paraplan.lowering.transfers.param_allgather import each_alone, gather_groups
+from paraplan.lowering.transfers.param_prefetch import ParamPrefetch
+from paraplan.lowering.transfers.transfer_queue import TransferQueue, consumers
 
-AWAKE = 2
-"""Groups of parameters under way from where they rest. In a pipeline all set out at once: it stands still at first."""
+UNSHARDED_AHEAD = 2
+"""Groups of parameters that rest sharded and are being gathered. In a pipeline all are at once: it stands still at
+first."""
 
 
 class SegmentSteps:
@@ -49,17 +51,18 @@ class SegmentSteps:
         self._rank, self._writer, self._gradients, self._losses = rank, writer, gradients, losses
         self._program = rank.program
         self._casts = CastSteps(rank, writer)
-        self._waking = Flights(writer, AWAKE if len(rank.lowered.held) == 1 else len(rank.program.segments))
-        self._small, self._large, self._fetched, self._returning, self._handed_back, self._leaving = (
-            Flights(writer) for _ in range(6)
+        depth = UNSHARDED_AHEAD if len(rank.lowered.held) == 1 else len(rank.program.segments)
+        self._unsharded = TransferQueue(writer, depth)
+        self._small, self._large, self._fetched, self._saved, self._boundaries, self._offloads = (
+            TransferQueue(writer) for _ in range(6)
         )
         self._gathered = self._small, self._large
-        self._fetches = Fetches(rank, writer.cache)
-        self._boundaries = Boundaries(rank, writer.cache)
+        self._params = ParamPrefetch(rank, writer.cache)
+        self._boundary_offload = BoundaryOffload(rank, writer.cache)
 
-    def wake(self, actions: Sequence[Action]) -> None:
+    def unshard(self, actions: Sequence[Action]) -> None:
         """The step begins: what rests sharded is gathered in the order in which segments first read it."""
-        order = dict.fromkeys(
+        reads = dict.fromkeys(
             (name, index)
             for action in actions
             if action.kind is ActionKind.F
@@ -67,64 +70,64 @@ class SegmentSteps:
             for name in self._program.segments[index].params
             if self._rank.holding.params[name].ahead and name not in self._rank.lowered.casts
         )
-        first = dict(reversed(order))
-        parcels: dict[int, list[Parcel]] = {}
-        for name, index in order:
+        first = dict(reversed(reads))
+        gathers: dict[int, list[BundledValue]] = {}
+        for name, index in reads:
             if first[name] == index:
-                parcels.setdefault(index, []).append(self._woken(name))
-        visits = [Visit(index, tuple(found)) for index, found in parcels.items()]
-        self._waking.line_up(gather_groups(visits, self._gathering("hold."), self._rank.plan.bundle_bytes))
-        self._waking.begin()
+                gathers.setdefault(index, []).append(self._unsharding(name))
+        self._unsharded.prefetch(gather_groups(gathers, self._gathering("hold."), self._rank.plan.bundle_bytes))
+        self._unsharded.begin()
 
     def reach(self, index: int) -> None:
         """A segment is next: what rested sharded is whole, before its input is waited for."""
-        self._waking.reach(index)
+        self._unsharded.reach(index)
 
-    def _gathering(self, stem: str) -> ParcelBlocks:
-        return ParcelBlocks(self._writer.cache, stem, BlockRole.GATHER, self._rank.extended, overwrites=False)
+    def _gathering(self, stem: str) -> BundleBlocks:
+        return BundleBlocks(self._writer.cache, stem, BlockRole.GATHER, self._rank.extended, overwrites=False)
 
     def _gather(self, order: Sequence[int], early_of: Callable[[int], Sequence[Move | None]]) -> None:
         """What segments read is gathered before they are run, in this order."""
-        small, large, blocks = list[Visit](), list[Visit](), self._gathering("gather.")
+        blocks = self._gathering("gather.")
+        small: dict[int, list[BundledValue]] = {index: [] for index in order}
+        large: dict[int, list[BundledValue]] = {index: [] for index in order}
         for index in order:
-            parcels = self._parcels(index, early_of(index))
-            alone = [travels_with(each.spec, each.path, self._rank.extended) is None for each in parcels]
-            small.append(Visit(index, tuple(p for p, is_alone in zip(parcels, alone, strict=True) if not is_alone)))
-            large.append(Visit(index, tuple(p for p, is_alone in zip(parcels, alone, strict=True) if is_alone)))
-        self._small.line_up(gather_groups(small, blocks, self._rank.plan.bundle_bytes))
-        self._large.line_up(each_alone(large, blocks))
+            for value in self._gathers(index, early_of(index)):
+                alone = bundle_key(value.spec, value.path, self._rank.extended) is None
+                (large if alone else small)[index].append(value)
+        self._small.prefetch(gather_groups(small, blocks, self._rank.plan.bundle_bytes))
+        self._large.prefetch(each_alone(large, blocks))
 
-    def _woken(self, name: str) -> Parcel:
+    def _unsharding(self, name: str) -> BundledValue:
         """The way of a stored copy from where it rests."""
         spec, layouts = self._program.params[name].spec, self._rank.holding.params[name]
         rests, whole = ((R, *parse_layout(text)) for text in (layouts.resting, layouts.stored))
         path = reshard_path(spec.shape, rests, whole, self._rank.extended, frozen=1)
-        return Parcel(outer_names.param(name), outer_names.held(name), spec, path)
+        return BundledValue(outer_names.param(name), outer_names.held(name), spec, path)
 
-    def _parcels(self, index: int, early: Sequence[Move | None]) -> list[Parcel]:
+    def _gathers(self, index: int, early: Sequence[Move | None]) -> list[BundledValue]:
         """What is gathered for a segment before its block is called."""
         segment = self._program.segments[index]
         return [
-            Parcel(outer_names.param(name), self._whole(index, slot), self._program.params[name].spec, (move,))
+            BundledValue(outer_names.param(name), self._whole(index, slot), self._program.params[name].spec, (move,))
             for slot, (name, move) in enumerate(zip(segment.params, early, strict=True))
             if move is not None
         ]
 
-    def _fetch(self, index: int, m: int, block: Block) -> Flight | None:
+    def _fetch(self, index: int, m: int, block: Block) -> Transfer | None:
         """What copies to the device the parameters that a segment's block reads."""
         segment, kind = self._program.segments[index], self._program.kinds[self._program.segments[index].kind]
         read = [
             (slot, name)
             for slot, (local, name) in enumerate(zip(kind.params, segment.params, strict=True))
-            if local in block.inputs and self._fetches.is_away(name)
+            if local in block.inputs and self._params.is_away(name)
         ]
-        return self._fetches.flight(read, index, m, self._writer.action)
+        return self._params.transfer(read, index, m, self._writer.action)
 
     def _param(self, index: int, slot: int, name: str, early: Sequence[Move | None]) -> Name:
         """What a segment's block is given for a parameter."""
         if early[slot] is not None:
             return self._whole(index, slot)
-        if self._fetches.is_away(name):
+        if self._params.is_away(name):
             return outer_names.fetched(index, slot, self._writer.action)
         return self._rank.stored(name)
 
@@ -147,11 +150,11 @@ class SegmentSteps:
         """Run some segments' forward."""
         forwards = self._rank.parts(m).forwards
         self._gather(order, lambda index: forwards[index].early)
-        self._fetched.line_up(stops(order, [self._fetch(index, m, forwards[index].block) for index in order]))
-        leaving = self._leaving_values(order, m)
+        self._fetched.prefetch(consumers(order, [self._fetch(index, m, forwards[index].block) for index in order]))
+        offloaded = self._offloaded_boundaries(order, m)
         for index in order:
             segment, lowered = self._program.segments[index], forwards[index]
-            self._waking.reach(index)
+            self._unsharded.reach(index)
             self._casts.reach(index)
             for coming in (*self._gathered, self._fetched):
                 coming.reach(index)
@@ -170,16 +173,16 @@ class SegmentSteps:
                 if out in self._losses.numerators:
                     args = (outer_names.numerator(self._losses.numerators[out]), outer_names.value(out, m))
                     self._writer.add(StepKind.ACCUMULATE, args=args, microbatch=m, segment=index)
-            self._leaving.end()
+            self._offloads.wait_all()
             if lowered.offloads:
-                self._leaving.send(offload_saved(self._writer.cache, tuple(lowered.offloads.values()), index, m))
-            if leaving.get(index):
-                self._leaving.send(self._boundaries.offload(leaving[index], index, m))
-        self._leaving.end()
+                self._offloads.issue(offload_saved(self._writer.cache, tuple(lowered.offloads.values()), index, m))
+            if offloaded.get(index):
+                self._offloads.issue(self._boundary_offload.offload(offloaded[index], index, m))
+        self._offloads.wait_all()
 
-    def _leaving_values(self, every: range, m: int) -> dict[int, tuple[str, ...]]:
+    def _offloaded_boundaries(self, every: range, m: int) -> dict[int, tuple[str, ...]]:
         """Segment -> the boundary values that leave for a tier once it is through: those that a backward reads."""
-        parts, tiers = self._rank.parts(m), self._boundaries.tiers
+        parts, tiers = self._rank.parts(m), self._boundary_offload.tiers
         if not tiers:
             return {}
         read = {name for index in every for half in ActionKind for name in self._read(parts, index, half)}
@@ -213,14 +216,14 @@ class SegmentSteps:
         lowered_of = {index: half_of(parts, index, half) for index in order}
         self._gather(order, lambda index: lowered_of[index].early)
         back = [prefetch_saved(self._writer.cache, returning(parts, index, half), index, m) for index in order]
-        self._returning.line_up(stops(order, back))
-        self._fetched.line_up(stops(order, [self._fetch(index, m, lowered_of[index].block) for index in order]))
-        self._handed_back.line_up(self._boundaries.prefetch([(i, self._read(parts, i, half)) for i in order], m))
+        self._saved.prefetch(consumers(order, back))
+        self._fetched.prefetch(consumers(order, [self._fetch(index, m, lowered_of[index].block) for index in order]))
+        self._boundaries.prefetch(self._boundary_offload.prefetch([(i, self._read(parts, i, half)) for i in order], m))
         self._gradients.start(order, m)
         for index in order:
             segment, lowered = self._program.segments[index], lowered_of[index]
             kind = self._program.kinds[segment.kind]
-            for coming in (*self._gathered, self._fetched, self._returning, self._handed_back):
+            for coming in (*self._gathered, self._fetched, self._saved, self._boundaries):
                 coming.reach(index)
             if ahead is not None and index == order[-1]:
                 ahead()

@@ -16,7 +16,7 @@ import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.name import Name
-from paraplan.ir.execution.rank_program import Block, BlockRole, RankProgram, Step, StepKind, Transfer
+from paraplan.ir.execution.rank_program import Block, BlockRole, PeerTransfer, RankProgram, Step, StepKind
 from paraplan.ir.execution.streams import Channel
 from paraplan.ir.machine.mesh import R
 from paraplan.ir.model.strides import is_contiguous
@@ -50,7 +50,7 @@ class StageMessages:
     def __init__(self, blocks: PlanBlocks, group: int, writer: StepWriter) -> None:
         self._blocks, self._group, self._writer = blocks, group, writer
         self._m = blocks.plan.num_shares
-        self.transfers: dict[str, Transfer] = {}
+        self.transfers: dict[str, PeerTransfer] = {}
         self._made: dict[object, Block | None] = {}
         self._posted: dict[tuple[str, int], list[Name]] = {}
         self._flying: dict[str, list[list[tuple[Name, str, int]]]] = {}
@@ -222,7 +222,7 @@ class StageMessages:
         return self._made[key]
 
 
-def _join(emitter: BlockEmitter, message: Message, part: Transfer, counts: Dims) -> None:
+def _join(emitter: BlockEmitter, message: Message, part: PeerTransfer, counts: Dims) -> None:
     """Lay the parts of a message side by side, the last dim first, as `value`."""
     shape, dtype = part.shape, part.dtype
     spec, whole = TensorSpec(dtype, shape), (R,) * len(emitter.mesh_shape)

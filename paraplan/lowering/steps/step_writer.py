@@ -1,7 +1,7 @@
 """The writer of a rank's steps, shared by the parts of lowering that write them.
 
-A `Flight` is issued by one step and waited for by a later one, with other work between: a collective, or copies between
-tiers.
+A `Transfer` is issued by one step and waited for by a later one, with other work between: a collective, or copies
+between tiers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.names import under_way
 from paraplan.ir.execution.rank_program import Block, StagedUpdate, Step, StepKind
 
-Parted = tuple[Block | None, ...]
-"""What issues, what goes on where one collective follows another, and what waits; None where another block does, or
-nothing has to."""
+SplitBlock = tuple[Block | None, ...]
+"""What issues, what issues the second collective where one follows another, and what waits; None where another block
+does, or nothing has to."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,24 +45,24 @@ class BlockCache:
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
+class Transfer:
     """What is issued by one step and waited for by another.
 
     Attributes:
-        blocks: that issue, go on and wait.
+        blocks: that issue and wait, and between them one that issues the second of two collectives.
         names: the outer name of what they read and make; what is issued and has none here is numbered.
         results: outer names of what there is in the end, in order; None where `names` has them.
         microbatch, segment: of both steps.
-        holds_bytes: of its input until it is waited for.
+        held_bytes: of its input until it is waited for.
         arrived: called then.
     """
 
-    blocks: Parted
+    blocks: SplitBlock
     names: Mapping[str, Name]
     results: tuple[Name | None, ...] | None = None
     microbatch: int = -1
     segment: int = -1
-    holds_bytes: int = 0
+    held_bytes: int = 0
     arrived: Callable[[], None] | None = None
 
 
@@ -133,10 +133,10 @@ class StepWriter:
         self.blocks[block.name] = block
         self.add(StepKind.CALL, block=block.name, args=args, outs=outs, microbatch=microbatch, segment=segment)
 
-    def issue(self, flight: Flight) -> UnderWay:
-        """Write the step that issues a flight; returns what writes those that go on and wait."""
-        first, *legs = flight.blocks
-        found = UnderWay(self, flight, dict(flight.names), legs)
+    def issue(self, transfer: Transfer) -> PendingTransfer:
+        """Write the step that issues a transfer; returns what writes those that follow."""
+        first, *rest = transfer.blocks
+        found = PendingTransfer(self, transfer, dict(transfer.names), rest)
         if first is not None:
             found.call(first)
         return found
@@ -148,36 +148,38 @@ class StepWriter:
 
 
 @dataclass(eq=False)
-class UnderWay:
-    """A flight that was issued.
+class PendingTransfer:
+    """A transfer that was issued.
 
     Attributes:
         writer: of its steps.
-        flight: which.
+        transfer: which.
         names: the outer name of what its blocks read and made.
-        legs: its blocks yet to be called, the last of which waits.
+        rest: its blocks yet to be called, the last of which waits.
+        num_passed: segments passed since, as its queue counts them.
     """
 
     writer: StepWriter
-    flight: Flight
+    transfer: Transfer
     names: dict[str, Name]
-    legs: list[Block | None]
+    rest: list[Block | None]
+    num_passed: int = 0
 
-    def go_on(self) -> None:
+    def issue_rest(self) -> None:
         """Issue what follows the collective that is under way, if something does."""
-        while len(self.legs) > 1:
-            block = self.legs.pop(0)
+        while len(self.rest) > 1:
+            block = self.rest.pop(0)
             assert block is not None
             self.call(block)
 
-    def end(self) -> None:
+    def wait(self) -> None:
         """Wait for it."""
-        self.go_on()
-        if (block := self.legs.pop()) is not None:
+        self.issue_rest()
+        if (block := self.rest.pop()) is not None:
             named = tuple(None if local is None else self.names.get(local) for local in block.outputs)
-            self.call(block, named if self.flight.results is None else self.flight.results)
-        if self.flight.arrived is not None:
-            self.flight.arrived()
+            self.call(block, named if self.transfer.results is None else self.transfer.results)
+        if self.transfer.arrived is not None:
+            self.transfer.arrived()
 
     def call(self, block: Block, results: tuple[Name | None, ...] | None = None) -> None:
         """Write the step that calls a block; results not given are named as its outputs, or numbered."""
@@ -187,4 +189,4 @@ class UnderWay:
                     self.names[local] = self.writer.number()
             results = tuple(None if local is None else self.names[local] for local in block.outputs)
         args = tuple(self.names[local] for local in block.inputs)
-        self.writer.call(block, args, results, self.flight.microbatch, self.flight.segment)
+        self.writer.call(block, args, results, self.transfer.microbatch, self.transfer.segment)

@@ -16,12 +16,12 @@ from paraplan.ir.execution import names as outer_names
 from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.machine.mesh import Layout, R, parse_layout
+from paraplan.lowering.blocks.bundle import local_bytes
 from paraplan.lowering.blocks.forward import Given
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.loss_steps import LossSteps
 from paraplan.lowering.steps.stage_messages import StageMessages
 from paraplan.lowering.steps.step_writer import StepWriter
-from paraplan.lowering.transfers.bundled_transfers import local_bytes
 from paraplan.lowering.transfers.mesh_transfers import Message
 
 Coming = tuple[Message, Name]

@@ -12,11 +12,11 @@ from __future__ import annotations
 from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.names import saved
 from paraplan.ir.execution.rank_program import Block, BlockRole
-from paraplan.lowering.steps.step_writer import BlockCache, Flight
+from paraplan.lowering.steps.step_writer import BlockCache, Transfer
 from paraplan.lowering.transfers.copies import Copy, issue_block, wait_block
 
 
-def offload_saved(cache: BlockCache, offloads: tuple[Copy, ...], segment: int, m: int) -> Flight:
+def offload_saved(cache: BlockCache, offloads: tuple[Copy, ...], segment: int, m: int) -> Transfer:
     """The copies away of what a segment saves, which its forward block issues.
 
     Args:
@@ -25,10 +25,10 @@ def offload_saved(cache: BlockCache, offloads: tuple[Copy, ...], segment: int, m
         segment, m: whose, and the microbatch.
     """
     block = cache.get("away.", wait_block, offloads, BlockRole.OFFLOAD)
-    return Flight((None, block), _saved_names(block, segment, m), microbatch=m, segment=segment)
+    return Transfer((None, block), _saved_names(block, segment, m), microbatch=m, segment=segment)
 
 
-def prefetch_saved(cache: BlockCache, prefetches: tuple[Copy, ...], segment: int, m: int) -> Flight | None:
+def prefetch_saved(cache: BlockCache, prefetches: tuple[Copy, ...], segment: int, m: int) -> Transfer | None:
     """The copies back of what a segment saved, for which its backward block waits.
 
     Args:
@@ -39,7 +39,7 @@ def prefetch_saved(cache: BlockCache, prefetches: tuple[Copy, ...], segment: int
     if not prefetches:
         return None
     block = cache.get("back.", issue_block, prefetches, BlockRole.PREFETCH)
-    return Flight((block, None), _saved_names(block, segment, m), microbatch=m, segment=segment)
+    return Transfer((block, None), _saved_names(block, segment, m), microbatch=m, segment=segment)
 
 
 def _saved_names(block: Block, segment: int, m: int) -> dict[str, Name]:

@@ -23,9 +23,9 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.model.strides import is_dense
 from paraplan.ir.plan import Stage
 from paraplan.lowering.rank_group import RankGroup
-from paraplan.lowering.steps.step_writer import BlockCache, Flight
+from paraplan.lowering.steps.step_writer import BlockCache, Transfer
 from paraplan.lowering.transfers.copies import CopyWay, copy_transfer, local_value, offload, prefetch
-from paraplan.lowering.transfers.flights import Stop
+from paraplan.lowering.transfers.transfer_queue import Consumer
 
 Names = tuple[str, ...]
 _OFFLOAD = CopyWay(offload, "leave.b", "left.b", BlockRole.OFFLOAD)
@@ -61,7 +61,7 @@ def boundary_tiers(program: Program, stage: Stage, tail: int) -> dict[str, str]:
     return found
 
 
-class Boundaries:
+class BoundaryOffload:
     """The copies of such values.
 
     Args:
@@ -91,7 +91,7 @@ class Boundaries:
             raise InvalidPlanError(f"{name} is to wait on the {tier}, but does not lie dense; keep it here")
         return local_value(name, spec.dtype, shape, given.strides)
 
-    def offload(self, names: Names, segment: int, m: int) -> Flight:
+    def offload(self, names: Names, segment: int, m: int) -> Transfer:
         """The copies away of what a segment's forward is the last to read.
 
         Args:
@@ -101,16 +101,16 @@ class Boundaries:
         self._there.update((name, m) for name in names)
         return self._transfer(_OFFLOAD, names, segment, m)
 
-    def prefetch(self, reads: Sequence[tuple[int, Names]], m: int) -> list[Stop]:
+    def prefetch(self, reads: Sequence[tuple[int, Names]], m: int) -> list[Consumer]:
         """The copies back before a backward of these segments, each with what it reads."""
         found = []
         for segment, names in reads:
             first = tuple(name for name in dict.fromkeys(names) if (name, m) in self._there)
             self._there.difference_update((name, m) for name in first)
-            found.append(Stop(segment, (self._transfer(_PREFETCH, first, segment, m),) if first else ()))
+            found.append(Consumer(segment, (self._transfer(_PREFETCH, first, segment, m),) if first else ()))
         return found
 
-    def _transfer(self, way: CopyWay, names: Names, segment: int, m: int) -> Flight:
+    def _transfer(self, way: CopyWay, names: Names, segment: int, m: int) -> Transfer:
         copies = {
             way.make(msgspec.structs.replace(self._lies[name], base=f"x{at}"), self.tiers[name]): value(name, m)
             for at, name in enumerate(names)

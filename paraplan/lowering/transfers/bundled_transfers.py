@@ -1,34 +1,33 @@
-"""Parcels: values of the outer namespace that change their layout between blocks, small ones together.
+"""Values of the outer namespace that change their layout between blocks, small ones in bundles.
 
 What a collective of few bytes takes is mostly latency, so small values wait for others that move alike (see `bundle`)
-until there are enough of them (`bundle.is_full`); a large one sets out alone.
+until there are enough of them (`bundle.is_full`); a large one goes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import BlockRole
-from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.machine.reshard import Move
 from paraplan.ir.model.tensor import TensorSpec
-from paraplan.lowering.blocks.bundle import BUNDLE_BYTES, Key, bundle_key, is_full, is_small, move_together
+from paraplan.lowering.blocks.bundle import BUNDLE_BYTES, Key, bundle_key, is_full, local_bytes, move_together
 from paraplan.lowering.blocks.emit import BlockEmitter
-from paraplan.lowering.steps.step_writer import BlockCache, Flight, Parted
-from paraplan.lowering.transfers.flights import Flights
+from paraplan.lowering.steps.step_writer import BlockCache, SplitBlock, Transfer
+from paraplan.lowering.transfers.transfer_queue import TransferQueue
 
 Dims = tuple[int, ...]
 Way = tuple[TensorSpec, tuple[Move, ...], str, str]
-"""What the blocks of a parcel depend on: its spec, path, dtype and given dtype."""
+"""What the blocks of a value depend on: its spec, path, dtype and given dtype."""
 
 IN_FLIGHT = 2
 """Collectives under way that hold their input until they are done."""
 
 
 @dataclass(frozen=True)
-class Parcel:
+class BundledValue:
     """A value and how it moves.
 
     Attributes:
@@ -48,8 +47,8 @@ class Parcel:
 
 
 @dataclass
-class ParcelBlocks:
-    """The blocks that move parcels.
+class BundleBlocks:
+    """The blocks that move values.
 
     Attributes:
         blocks: of the rank.
@@ -64,13 +63,13 @@ class ParcelBlocks:
     mesh_shape: Dims
     overwrites: bool = True
 
-    def flight(self, parcels: Sequence[Parcel]) -> Flight:
-        """The flight of parcels that move alike."""
-        ways = tuple((parcel.spec, parcel.path, parcel.dtype, parcel.given) for parcel in parcels)
-        names = {f"x{index}": parcel.source for index, parcel in enumerate(parcels)}
-        return Flight(self.blocks.get(self.stem, self._parted, ways), names, tuple(each.result for each in parcels))
+    def transfer(self, values: Sequence[BundledValue]) -> Transfer:
+        """The transfer of values that move alike."""
+        ways = tuple((value.spec, value.path, value.dtype, value.given) for value in values)
+        names = {f"x{index}": value.source for index, value in enumerate(values)}
+        return Transfer(self.blocks.get(self.stem, self._split, ways), names, tuple(each.result for each in values))
 
-    def _parted(self, name: str, ways: Sequence[Way]) -> Parted:
+    def _split(self, name: str, ways: Sequence[Way]) -> SplitBlock:
         """Issue and wait of one change of layout; inputs `x<i>`."""
         emitter = BlockEmitter(name, self.mesh_shape, self.role, overwrites=self.overwrites)
         names = [_put_in(emitter, f"x{index}", way) for index, way in enumerate(ways)]
@@ -83,64 +82,66 @@ class ParcelBlocks:
         for index, (local, (*_, dtype, _)) in enumerate(zip(results, ways, strict=True)):
             if dtype not in ("", emitter.values[local].dtype):
                 results[index] = emitter.cast(local, dtype, f"{local}^{dtype}")
-        return emitter.parted(results)
+        return emitter.split(results)
 
 
-@dataclass
-class Parcels:
-    """Sends parcels.
+class BundledTransfers:
+    """Issues transfers of values, small ones that move alike in bundles.
+
+    Args:
+        blocks: that move them.
+        queue: of the transfers.
+        most_bytes: from how many bytes on a bundle is issued in any case.
+        all_hold: count every transfer among those of which few are under way.
 
     Attributes:
-        blocks: that move them.
-        flights: that they take.
-        arrived: told of every parcel once its result exists.
-        all_hold: count every flight among those of which few are under way.
+        queue: of the transfers.
         widest_bytes: the most that one segment sends.
-        most_bytes: from how many bytes on parcels set out in any case.
     """
 
-    blocks: ParcelBlocks
-    flights: Flights
-    arrived: Callable[[Parcel], None]
-    all_hold: bool = False
-    widest_bytes: int = BUNDLE_BYTES
-    most_bytes: int = BUNDLE_BYTES
-    _waiting: dict[Key, list[Parcel]] = field(default_factory=dict)
+    def __init__(self, blocks: BundleBlocks, queue: TransferQueue, most_bytes: int, all_hold: bool = False) -> None:
+        self.queue, self.widest_bytes = queue, BUNDLE_BYTES
+        self._blocks, self._most_bytes, self._all_hold = blocks, most_bytes, all_hold
+        self._waiting: dict[Key, list[BundledValue]] = {}
 
-    def send(self, parcel: Parcel) -> None:
-        """Take a parcel; it sets out once it is alone in its way or enough others go with it."""
-        key = travels_with(parcel.spec, parcel.path, self.blocks.mesh_shape)
+    def arrived(self, value: BundledValue) -> None:
+        """The result of a value exists."""
+        raise NotImplementedError
+
+    def send(self, value: BundledValue) -> None:
+        """Take a value; it is issued once it is alone in its way or enough others go with it."""
+        key = bundle_key(value.spec, value.path, self._blocks.mesh_shape)
         if key is None:
-            self._fly((parcel,))
+            self._issue((value,))
             return
         group = self._waiting.setdefault(key, [])
-        group.append(parcel)
-        if is_full(self._bytes(group), self.widest_bytes, self.most_bytes):
-            self._fly(self._waiting.pop(key))
+        group.append(value)
+        if is_full(self._bytes(group), self.widest_bytes, self._most_bytes):
+            self._issue(self._waiting.pop(key))
 
-    def rest(self) -> None:
-        """Begin the rest."""
+    def flush(self) -> None:
+        """Issue the rest, and leave it under way."""
         for group in self._waiting.values():
-            self._fly(group)
+            self._issue(group)
         self._waiting.clear()
 
-    def end(self) -> None:
-        """Begin the rest, and wait for all."""
-        self.rest()
-        self.flights.end()
+    def wait_all(self) -> None:
+        """Issue the rest, and wait for all."""
+        self.flush()
+        self.queue.wait_all()
 
-    def _fly(self, parcels: Sequence[Parcel]) -> None:
-        holds = self.all_hold or any(not move.in_place for move in parcels[0].path)
+    def _issue(self, values: Sequence[BundledValue]) -> None:
+        holds = self._all_hold or any(not move.in_place for move in values[0].path)
 
         def arrived() -> None:
-            for parcel in parcels:
-                self.arrived(parcel)
+            for value in values:
+                self.arrived(value)
 
-        held = self._bytes(parcels) if holds else 0
-        self.flights.send(replace(self.blocks.flight(parcels), holds_bytes=held, arrived=arrived))
+        held = self._bytes(values) if holds else 0
+        self.queue.issue(replace(self._blocks.transfer(values), held_bytes=held, arrived=arrived))
 
-    def _bytes(self, parcels: Sequence[Parcel]) -> int:
-        return sum(local_bytes(each.spec, each.path[0].before, self.blocks.mesh_shape) for each in parcels)
+    def _bytes(self, values: Sequence[BundledValue]) -> int:
+        return sum(local_bytes(each.spec, each.path[0].before, self._blocks.mesh_shape) for each in values)
 
 
 def _put_in(emitter: BlockEmitter, local: str, way: Way) -> str:
@@ -153,28 +154,3 @@ def _put_in(emitter: BlockEmitter, local: str, way: Way) -> str:
     cast = emitter.cast(emitter.get(local, layout), spec.dtype, f"{local}^{spec.dtype}")
     emitter.define(cast, spec, layout)
     return cast
-
-
-def travels_with(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Key | None:
-    """What a value must share with others to travel with them; None where it goes alone.
-
-    Args:
-        spec: of the value, global.
-        path: moves it makes.
-        mesh_shape: size of every axis.
-    """
-    key = bundle_key(spec.dtype, path)
-    if key is None or not is_small(spec, path[0], mesh_shape):
-        return None
-    return key
-
-
-def local_bytes(spec: TensorSpec, layout: tuple[object, ...], mesh_shape: Dims) -> int:
-    """Bytes of a rank's part of a value.
-
-    Args:
-        spec: of the value, global.
-        layout: a placement per axis.
-        mesh_shape: size of every axis.
-    """
-    return TensorSpec(spec.dtype, local_shape(spec.shape, layout, mesh_shape)).nbytes  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ and of one `x` on a tier that is updated elsewhere: x -> x^? (brought) -> x^up, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,9 +30,9 @@ import msgspec
 from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.model.strides import contiguous_strides, is_dense
-from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.lowering.blocks.finish import finish_block
-from paraplan.lowering.steps.step_writer import BlockCache, Flight
+from paraplan.lowering.steps.step_writer import BlockCache, Transfer
 
 Dims = tuple[int, ...]
 
@@ -122,7 +123,7 @@ def local_value(name: str, dtype: str, shape: Dims, strides: Dims | None = None,
         strides: of it; None for row-major.
         tier: where it is stored; "" for the device.
     """
-    strides, nbytes = strides or contiguous_strides(shape), TensorSpec(dtype, shape).nbytes
+    strides, nbytes = strides or contiguous_strides(shape), math.prod(shape) * DTYPE_BYTES[dtype]
     return LocalValue(dtype=dtype, shape=shape, strides=strides, base=name, storage_bytes=nbytes, tier=tier)
 
 
@@ -223,7 +224,7 @@ def wait_block(name: str, copies: tuple[Copy, ...], role: BlockRole, dtypes: tup
 
 def copy_transfer(
     cache: BlockCache, way: CopyWay, copies: Mapping[Copy, Name], m: int = -1, segment: int = -1
-) -> Flight:
+) -> Transfer:
     """The transfer of copies that are issued together.
 
     Args:
@@ -235,4 +236,4 @@ def copy_transfer(
     issues = cache.get(way.issue, issue_block, tuple(copies), way.role)
     waits = cache.get(way.wait, wait_block, tuple(copies), way.role)
     names = {local: name for copy, here in copies.items() for local, name in copy.names(here).items()}
-    return Flight((issues, waits), names, microbatch=m, segment=segment)
+    return Transfer((issues, waits), names, microbatch=m, segment=segment)

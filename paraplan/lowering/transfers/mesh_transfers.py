@@ -13,7 +13,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from paraplan.ir.execution.rank_program import Transfer
+from paraplan.ir.execution.rank_program import PeerTransfer
 from paraplan.ir.execution.streams import Channel
 from paraplan.ir.machine.mesh import Layout, Mesh, Partial, Placement, R, Shard, local_shape, padded_dims
 from paraplan.ir.model.tensor import TensorSpec
@@ -54,8 +54,8 @@ class Ends:
         pieces: per dim, how many of the received parts lie side by side.
     """
 
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
+    sends: tuple[PeerTransfer, ...]
+    receives: tuple[PeerTransfer, ...]
     pieces: Dims
 
 
@@ -118,8 +118,8 @@ def ends_of(message: Message, source: Mesh, target: Mesh, m: int) -> Ends:
     channel = Channel(source.devices[0], target.devices[0])
     spec, name = message.spec, message.name
 
-    def transfer(shape: Dims, peers: Dims, sends: bool, starts: tuple[Dims, ...] = ()) -> Transfer:
-        return Transfer(
+    def transfer(shape: Dims, peers: Dims, sends: bool, starts: tuple[Dims, ...] = ()) -> PeerTransfer:
+        return PeerTransfer(
             message=name, dtype=spec.dtype, shape=shape, peers=peers, starts=starts, channel=channel, sends=sends
         )
 

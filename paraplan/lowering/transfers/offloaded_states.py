@@ -24,7 +24,7 @@ from paraplan.ir.model.program import ParamSpec
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.lowering.blocks.small_blocks import restore_block
-from paraplan.lowering.steps.step_writer import Flight, StepWriter
+from paraplan.lowering.steps.step_writer import StepWriter, Transfer
 from paraplan.lowering.transfers.copies import (
     Copy,
     CopyWay,
@@ -36,15 +36,15 @@ from paraplan.lowering.transfers.copies import (
     prefetch,
     wait_block,
 )
-from paraplan.lowering.transfers.flights import Flights, stops
 from paraplan.lowering.transfers.offloaded_grads import measured_block
+from paraplan.lowering.transfers.transfer_queue import TransferQueue, consumers
 
 Dims = tuple[int, ...]
 _OFFLOAD = CopyWay(offload, "leave.", "left.", BlockRole.OFFLOAD)
 
 
 @dataclass
-class StateCopies:
+class OffloadedStates:
     """Writes the steps that copy gradients and updated parameters.
 
     Attributes:
@@ -60,13 +60,13 @@ class StateCopies:
     writer: StepWriter
 
     def __post_init__(self) -> None:
-        self.grads, self._updated = Flights(self.writer), Flights(self.writer)
+        self.grads, self._updated = TransferQueue(self.writer), TransferQueue(self.writer)
 
     def tier(self, name: str) -> str:
         """Where a parameter is updated, and its gradient goes unless it waits elsewhere."""
         return self.layouts[name].update_tier
 
-    def leaves(self, name: str) -> bool:
+    def offloads_grad(self, name: str) -> bool:
         """Whether a parameter's gradient leaves the device."""
         return bool(self.tier(name) or self.layouts[name].grad_tier)
 
@@ -74,7 +74,7 @@ class StateCopies:
         """Those of some parameters that live where they are updated, on a tier."""
         return tuple(name for name in names if self.tier(name) == tier and not self.layouts[name].staged)
 
-    def leave(self, name: str, grad: Name, strides: Dims | None = None) -> Name:
+    def offload_grad(self, name: str, grad: Name, strides: Dims | None = None) -> Name:
         """Begin to copy a reduced gradient to where its parameter is updated, or where it waits for that; returns its
         outer name there.
 
@@ -86,25 +86,25 @@ class StateCopies:
         value, tier = self.local(name, "x", strides), self.tier(name)
         if self.layouts[name].grad_tier:
             return self._keep(name, grad, value)
-        self.grads.send(copy_transfer(self.writer.cache, _OFFLOAD, {offload(value, tier): grad}))
+        self.grads.issue(copy_transfer(self.writer.cache, _OFFLOAD, {offload(value, tier): grad}))
         return grad.on(tier)
 
     def _keep(self, name: str, grad: Name, value: LocalValue) -> Name:
-        """As `offload`, to where states are stored."""
+        """As `offload_grad`, to where states are stored."""
         home, spec, layouts = outer_names.waiting(name), self.specs[name], self.layouts[name]
         copy = overwrite("keep", value, self.local(name, "home", tier=layouts.grad_tier))
         layout = parse_layout(layouts.state)
         issues = self.writer.cache.get("keep.", measured_block, copy, spec, layout, self.mesh_shape)
         waits = self.writer.cache.get("kept.", wait_block, (copy,), BlockRole.STORE)
         names = {"x": grad, "home": home, "home^!": home.leaving(), "magnitude": outer_names.magnitude(name)}
-        self.grads.send(Flight((issues, waits), names))
+        self.grads.issue(Transfer((issues, waits), names))
         return home
 
     def restore(self, names: Sequence[str], params: Mapping[str, ParamSpec]) -> None:
         """Write updated parameters into their stored copies, those that come from a tier one ahead."""
         order = [name for name in names if self._differs(name, params[name])]
         coming = [name for name in order if self.tier(name)]
-        self._updated.line_up(stops(coming, [self._prefetch(name) for name in coming]))
+        self._updated.prefetch(consumers(coming, [self._prefetch(name) for name in coming]))
         for name in order:
             self._updated.reach(name)
             self._restore(name, params[name])
@@ -118,11 +118,11 @@ class StateCopies:
     def _dtype(self, name: str) -> str:
         return self.specs[name].dtype
 
-    def _prefetch(self, name: str) -> Flight:
+    def _prefetch(self, name: str) -> Transfer:
         """The copy of an updated parameter to the device, for which its restoration waits."""
         copy = self._copy(name)
         block = self.writer.cache.get("fetch.", issue_block, (copy,), BlockRole.PREFETCH)
-        return Flight((block, None), self._copy_names(name, copy))
+        return Transfer((block, None), self._copy_names(name, copy))
 
     def _copy(self, name: str) -> Copy:
         """The copy to the device of the optimizer's copy of a parameter, from the tier where it is updated."""

@@ -13,68 +13,62 @@ For the segments of a step, in the order in which they first run: stored copies 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
-from paraplan.lowering.blocks.bundle import is_full
-from paraplan.lowering.transfers.bundled_transfers import Parcel, ParcelBlocks, local_bytes, travels_with
-from paraplan.lowering.transfers.flights import Stop
+from paraplan.lowering.blocks.bundle import bundle_key, is_full, local_bytes
+from paraplan.lowering.transfers.bundled_transfers import BundleBlocks, BundledValue
+from paraplan.lowering.transfers.transfer_queue import Consumer
 
 Dims = tuple[int, ...]
+Gathers = Mapping[int, Sequence[BundledValue]]
+"""What is gathered for segments, in the order in which they are run."""
 
 
-@dataclass(frozen=True)
-class Visit:
-    """A segment about to be run, and what is gathered for it."""
-
-    segment: int
-    parcels: tuple[Parcel, ...]
-
-
-def gather_groups(visits: Sequence[Visit], blocks: ParcelBlocks, most_bytes: int) -> Iterator[Stop]:
+def gather_groups(gathers: Gathers, blocks: BundleBlocks, most_bytes: int) -> Iterator[Consumer]:
     """The groups of segments that are run next, in this order, with what is gathered for each.
 
     Args:
-        visits: the segments.
+        gathers: for the segments.
         blocks: that gather.
         most_bytes: the plan's bound on bundles.
     """
-    for group in grouped(visits, blocks.mesh_shape, most_bytes):
-        together: dict[object, list[Parcel]] = {}
-        for parcel in (parcel for visit in group for parcel in visit.parcels):
-            key = travels_with(parcel.spec, parcel.path, blocks.mesh_shape)
-            together.setdefault(parcel.result if key is None else key, []).append(parcel)
-        yield Stop(group[0].segment, tuple(blocks.flight(parcels) for parcels in together.values()))
+    for group in grouped(gathers, blocks.mesh_shape, most_bytes):
+        together: dict[object, list[BundledValue]] = {}
+        for value in (value for segment in group for value in gathers[segment]):
+            key = bundle_key(value.spec, value.path, blocks.mesh_shape)
+            together.setdefault(value.result if key is None else key, []).append(value)
+        yield Consumer(group[0], tuple(blocks.transfer(values) for values in together.values()))
 
 
-def each_alone(visits: Sequence[Visit], blocks: ParcelBlocks) -> Iterator[Stop]:
+def each_alone(gathers: Gathers, blocks: BundleBlocks) -> Iterator[Consumer]:
     """Large parameters, one segment's after another's.
 
     Args:
-        visits: the segments.
+        gathers: for the segments.
         blocks: that gather.
     """
-    for visit in visits:
-        yield Stop(visit.segment, tuple(blocks.flight([parcel]) for parcel in visit.parcels))
+    for segment, values in gathers.items():
+        yield Consumer(segment, tuple(blocks.transfer([value]) for value in values))
 
 
-def grouped(visits: Sequence[Visit], mesh_shape: Dims, most_bytes: int) -> list[tuple[Visit, ...]]:
-    """Visits in order, in groups that gather a full bundle or end with the last.
+def grouped(gathers: Gathers, mesh_shape: Dims, most_bytes: int) -> list[tuple[int, ...]]:
+    """Segments in order, in groups that gather a full bundle or end with the last.
 
     Args:
-        visits: of parameters, in order.
+        gathers: for the segments.
         mesh_shape: size of every axis.
         most_bytes: of a bundle.
     """
-    sizes = [
-        sum(local_bytes(parcel.spec, parcel.path[-1].after, mesh_shape) for parcel in visit.parcels) for visit in visits
-    ]
-    widest = max(sizes, default=0)
-    groups: list[tuple[Visit, ...]] = []
-    group: list[Visit] = []
+    sizes = {
+        segment: sum(local_bytes(value.spec, value.path[-1].after, mesh_shape) for value in values)
+        for segment, values in gathers.items()
+    }
+    widest = max(sizes.values(), default=0)
+    groups: list[tuple[int, ...]] = []
+    group: list[int] = []
     nbytes = 0
-    for visit, size in zip(visits, sizes, strict=True):
-        group.append(visit)
+    for segment, size in sizes.items():
+        group.append(segment)
         nbytes += size
         if is_full(nbytes, widest, most_bytes):
             groups.append(tuple(group))

@@ -17,12 +17,12 @@ from paraplan.ir.execution.names import fetched, param
 from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.ir.machine.mesh import local_shape, parse_layout
 from paraplan.lowering.rank_group import RankGroup
-from paraplan.lowering.steps.step_writer import BlockCache, Flight
+from paraplan.lowering.steps.step_writer import BlockCache, Transfer
 from paraplan.lowering.transfers.copies import Copy, issue_block, local_value, prefetch, wait_block
 
 
 @dataclass
-class Fetches:
+class ParamPrefetch:
     """The copies of parameters to the device.
 
     Attributes:
@@ -37,7 +37,7 @@ class Fetches:
         """Whether a parameter is not on the device."""
         return bool(self.rank.holding.params[name].stored_tier)
 
-    def flight(self, read: Sequence[tuple[int, str]], segment: int, m: int, action: str) -> Flight | None:
+    def transfer(self, read: Sequence[tuple[int, str]], segment: int, m: int, action: str) -> Transfer | None:
         """The copies of the parameters on tiers that a segment's block reads, by slot.
 
         Args:
@@ -54,7 +54,7 @@ class Fetches:
         here = tuple(fetched(segment, slot, action) for slot, _ in read)
         names = {copy.source.base: param(name) for copy, (_, name) in zip(copies, read, strict=True)}
         names |= {copy.issued.base: name.coming() for copy, name in zip(copies, here, strict=True)}
-        return Flight((issues, waits), names, here, m, segment)
+        return Transfer((issues, waits), names, here, m, segment)
 
     def _copy(self, position: int, name: str) -> Copy:
         layouts, is_trained = self.rank.holding.params[name], name in self.rank.trained

@@ -26,10 +26,10 @@ from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import BlockRole, LocalValue, StagedUpdate, StepKind
 from paraplan.ir.model.program import ParamSpec
 from paraplan.ir.optimizer import Optimizer
-from paraplan.lowering.steps.step_writer import Flight
+from paraplan.lowering.steps.step_writer import Transfer
 from paraplan.lowering.transfers.copies import CopyWay, bring, copy_transfer, local_value, store
-from paraplan.lowering.transfers.flights import Flights, Stop
-from paraplan.lowering.transfers.offloaded_states import StateCopies
+from paraplan.lowering.transfers.offloaded_states import OffloadedStates
+from paraplan.lowering.transfers.transfer_queue import TransferQueue, consumers
 
 _BRING = CopyWay(bring, "bring.", "came.", BlockRole.BRING)
 _RECALL = CopyWay(bring, "recall.", "recalled.", BlockRole.RECALL)
@@ -48,38 +48,39 @@ class StagedUpdates:
         most_bytes: of a run's states.
     """
 
-    states: StateCopies
+    states: OffloadedStates
     params: Mapping[str, ParamSpec]
     optimizer: Optimizer
     fused: frozenset[str]
     most_bytes: int
-    _is_out: bool = False
+    _has_begun: bool = False
 
     def __post_init__(self) -> None:
-        self._coming, self._recalled, self._leaving = (Flights(self.states.writer) for _ in range(3))
+        self._brought, self._recalled, self._stored = (TransferQueue(self.states.writer) for _ in range(3))
 
-    def set_out(self, names: Sequence[str]) -> None:
+    def prefetch(self, names: Sequence[str]) -> None:
         """Bring the first run of the staged among some parameters, before `write` does."""
-        self._coming.line_up(Stop(run, self._transfer(_BRING, run, self._states(run))) for run in self._runs(names))
-        self._is_out = True
+        runs = tuple(self._runs(names))
+        self._brought.prefetch(consumers(runs, [self._transfer(_BRING, run, self._states(run)) for run in runs]))
+        self._has_begun = True
 
     def write(self, names: Sequence[str]) -> None:
         """All steps of the staged among some parameters."""
+        if not self._has_begun:
+            self.prefetch(names)
         runs = tuple(self._runs(names))
-        if not self._is_out:
-            self.set_out(names)
-        self._recalled.line_up(Stop(run, self._transfer(_RECALL, run, self._grads(run))) for run in runs)
+        recalls = [self._transfer(_RECALL, run, grads) if (grads := self._grads(run)) else None for run in runs]
+        self._recalled.prefetch(consumers(runs, recalls))
         for run in runs:
-            self._coming.arrive()
-            self._recalled.arrive()
-            self._leaving.end()
-            self._coming.advance()
+            self._brought.wait()
+            self._recalled.wait()
+            self._stored.wait_all()
+            self._brought.advance()
             self._recalled.advance()
             self._update(run)
             self.states.restore(run, self.params)
-            for stored in self._transfer(_STORE, run, self._states(run)):
-                self._leaving.send(stored)
-        self._leaving.end()
+            self._stored.issue(self._transfer(_STORE, run, self._states(run)))
+        self._stored.wait_all()
 
     def _runs(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Parameters one after another with the same way to go, as many as have room."""
@@ -131,7 +132,7 @@ class StagedUpdates:
             if self.states.layouts[name].grad_tier
         }
 
-    def _transfer(self, way: CopyWay, run: tuple[str, ...], values: Mapping[LocalValue, Name]) -> tuple[Flight, ...]:
-        """The transfer of values to where a run is updated, or back; none without any."""
+    def _transfer(self, way: CopyWay, run: tuple[str, ...], values: Mapping[LocalValue, Name]) -> Transfer:
+        """The transfer of values to where a run is updated, or back."""
         copies = {way.make(value, self.states.tier(run[0])): name for value, name in values.items()}
-        return (copy_transfer(self.states.writer.cache, way, copies),) if copies else ()
+        return copy_transfer(self.states.writer.cache, way, copies)
