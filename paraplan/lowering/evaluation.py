@@ -214,6 +214,5 @@ def _output_block(
     local = emitter.get(out, (along, *whole))
     value = emitter.values[local]
     if along == P and value.base in emitter.inputs:  # it is added to in place
-        args = ("%" + local, value.shape)
-        local = emitter.local("paraplan.reshape_copy", args, "own", value.dtype, value.shape)
+        local = emitter.copy_rows(local, "own")
     return emitter.finish((local,), ()), Given((along, *whole))

@@ -267,7 +267,7 @@ def _chunks(kind: SegmentKind, choice: KindChoice) -> str:
 def _away(kind: SegmentKind, choice: KindChoice) -> str:
     """`3 of 7 saved values on host`."""
     remat = remat_of(kind, choice.activations)
-    tiers = Counter(tier for _, tier in remat.away)
+    tiers = Counter(tier for _, tier in remat.offloaded)
     return ", ".join(f"{count} of {len(remat.saved)} saved values on {tier}" for tier, count in sorted(tiers.items()))
 
 

@@ -22,7 +22,7 @@ def half_of(parts: StageBlocks, index: int, half: ActionKind) -> LoweredBackward
     return lowered.parts[0 if half is ActionKind.I else 1]
 
 
-def returning(parts: StageBlocks, index: int, half: ActionKind) -> tuple[Copy, ...]:
+def prefetches(parts: StageBlocks, index: int, half: ActionKind) -> tuple[Copy, ...]:
     """The copies back of what a segment's backward, or half of it, reads from tiers.
 
     Args:
@@ -39,7 +39,7 @@ def needs_zero(parts: StageBlocks, index: int, half: ActionKind, tangent: str) -
     """Whether this half is the first that reads a tangent without a source, which is zero.
 
     Args:
-        parts, index, half: as of `returning`.
+        parts, index, half: as of `prefetches`.
         tangent: name in the kind.
     """
     first = half is not ActionKind.W or tangent not in half_of(parts, index, ActionKind.I).block.inputs

@@ -36,13 +36,7 @@ def row_major(emitter: LaidValues, op: Op, names: dict[tuple[str, Layout], str])
     for key, local in names.items():
         value = emitter.values[local]
         if not is_contiguous(value.shape, value.strides):
-            local = emitter.local(
-                "paraplan.reshape_copy",
-                ("%" + local, value.shape),
-                emitter._unique(f"{local}^rows"),
-                value.dtype,
-                value.shape,
-            )
+            local = emitter.copy_rows(local, emitter._unique(f"{local}^rows"))
         found[key] = local
     return found
 
@@ -94,8 +88,7 @@ def emit_carried(
         )
     )
     for shared, local in copies:
-        value = emitter.values[shared]
-        emitter.local("paraplan.reshape_copy", ("%" + shared, value.shape), local, value.dtype, value.shape)
+        emitter.copy_rows(shared, local)
 
 
 def _unowned(

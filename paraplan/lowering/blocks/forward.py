@@ -181,7 +181,7 @@ def lower_forward(
     for value, local in zip(values, unshared(emitter, kept) if at_once(choice) else kept, strict=True):
         assert local is not None
         saved[value] = (local, Given(lies.get(value, emitter.home(value)), emitter.values[local].strides))
-    offloads = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.away}
+    offloads = {value: emitter.offload(saved[value][0], tier) for value, tier in remat.offloaded}
     issued = (copy.issued.base for copy in offloads.values())
     block = emitter.finish(locals_, (*(local for local, _ in saved.values()), *issued))
     return LoweredForward(block, outputs, saved, strategies, gathered, remat, offloads)
@@ -302,13 +302,7 @@ def unshared(
         if local is not None:
             value = emitter.values[local]
             if value.base in taken or not is_dense(value.shape, value.strides):
-                local = emitter.local(
-                    "paraplan.reshape_copy",
-                    ("%" + local, value.shape),
-                    f"{local}^own{len(found)}",
-                    value.dtype,
-                    value.shape,
-                )
+                local = emitter.copy_rows(local, f"{local}^own{len(found)}")
                 value = emitter.values[local]
             taken.add(value.base)
         found.append(local)

@@ -99,9 +99,7 @@ class LayoutMoves:
         split = move.split_dim
         pads = split >= 0 and n * after[split] != value.shape[split]
         if not pads and not is_contiguous(value.shape, value.strides):
-            local = self.local(
-                "paraplan.reshape_copy", ("%" + local, value.shape), self._unique(stem), value.dtype, value.shape
-            )
+            local = self.copy_rows(local, self._unique(stem))
         if split >= 0:
             local = self._stack(local, stem, n, split, after[split])
         exchanged = self.exchange(move, local, stem, self.overwrites)
@@ -143,6 +141,11 @@ class LayoutMoves:
             self.view("aten.slice.Tensor", ("%" + local, dim, 0, after[dim], 1), local, out, after, change=True)
         return out
 
+    def copy_rows(self, local: str, out: str) -> str:
+        """Emit a copy of a value, row-major in a storage of its own; returns `out`, its local name."""
+        value = self.values[local]
+        return self.local("paraplan.reshape_copy", ("%" + local, value.shape), out, value.dtype, value.shape)
+
     def exchange(self, move: Move, local: str, stem: str, in_place: bool = False) -> str:
         """Emit a move's collective of a contiguous value; returns the local name of its result.
 
@@ -174,8 +177,7 @@ class LayoutMoves:
         """
         value, local = self.values[sources[0]], sources[0]
         if not is_contiguous(value.shape, value.strides):
-            args = ("%" + local, value.shape)
-            local = self.local("paraplan.reshape_copy", args, self._unique(out), value.dtype, value.shape)
+            local = self.copy_rows(local, self._unique(out))
         how = (*("%" + source for source in sources[1:]), *more)
         collective = COLLECTIVES[target]
         exchange = _Exchange(collective, axis, collective.reduction, change=False, more=how)

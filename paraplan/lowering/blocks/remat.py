@@ -35,13 +35,13 @@ class Remat:
     Attributes:
         saved: values kept, in the order of the graph's values.
         again: forward ops the backward executes again, ascending.
-        away: (value, tier) of those saved that wait on one.
+        offloaded: (value, tier) of those saved that wait on one.
         rerun: further ones, whose results nothing takes.
     """
 
     saved: tuple[str, ...] = ()
     again: tuple[int, ...] = ()
-    away: tuple[tuple[str, str], ...] = ()
+    offloaded: tuple[tuple[str, str], ...] = ()
     rerun: tuple[int, ...] = ()
 
 
@@ -109,8 +109,8 @@ def remat_of(kind: SegmentKind, activations: Mapping[str, str]) -> Remat:
         else:
             saved.add(name)
     kept = tuple(name for name in kind.graph.values if name in saved)
-    away = tuple((name, activations[name]) for name in kept if activations.get(name) in TIERS)
-    return Remat(kept, tuple(sorted(again)), away, tuple(sorted(rerun - again)))
+    offloaded = tuple((name, activations[name]) for name in kept if activations.get(name) in TIERS)
+    return Remat(kept, tuple(sorted(again)), offloaded, tuple(sorted(rerun - again)))
 
 
 def _makers(kind: SegmentKind) -> dict[str, int]:

@@ -200,7 +200,7 @@ def share_block(
     total = _whole_sum(emitter, spec, layout, strides, addends)
     value = emitter.values[total]
     if value.base in emitter.inputs or not is_contiguous(value.shape, value.strides):
-        total = emitter.local("paraplan.reshape_copy", ("%" + total, value.shape), "own", value.dtype, value.shape)
+        total = emitter.copy_rows(total, "own")
     return emitter.finish((total,), ())
 
 

@@ -93,7 +93,7 @@ def _begin_block(name: str, local: TensorSpec, strides: Dims, dtype: str, rows: 
     emitter.give("x", local, whole, strides)
     made = emitter.get("x", whole)
     if rows:
-        made = emitter.local("paraplan.reshape_copy", ("%" + made, local.shape), "rows", local.dtype, local.shape)
+        made = emitter.copy_rows(made, "rows")
     if local.dtype != dtype:
         made = emitter.cast(made, dtype, "cast")
     return emitter.finish((made,), ())

@@ -149,9 +149,7 @@ class _Loop:
             self.emitter.add_many(GROW, ("%" + self.grown[out].local, "%" + part), ())
             return
         if value.base != part or not is_contiguous(value.shape, value.strides):
-            args = ("%" + part, value.shape)
-            name = self.emitter._unique(f"{out}^own")
-            part = self.emitter.local("paraplan.reshape_copy", args, name, value.dtype, value.shape)
+            part = self.emitter.copy_rows(part, self.emitter._unique(f"{out}^own"))
         if value.dtype in HALVES.values():
             part = self._cast(part, out, "float32")
         self.grown[out] = _Grown(part, home)

@@ -16,7 +16,7 @@ from paraplan.ir.machine.mesh import R, parse_layout
 from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.backward import LoweredBackward
-from paraplan.lowering.blocks.backward_halves import half_of, needs_zero, returning
+from paraplan.lowering.blocks.backward_halves import half_of, needs_zero, prefetches
 from paraplan.lowering.blocks.bundle import bundle_key
 from paraplan.lowering.blocks.small_blocks import zero_block
 from paraplan.lowering.rank_group import RankGroup
@@ -25,7 +25,7 @@ from paraplan.lowering.steps.cast_steps import CastSteps
 from paraplan.lowering.steps.gradients import Gradients
 from paraplan.lowering.steps.loss_steps import LossSteps
 from paraplan.lowering.steps.outer import seed_name
-from paraplan.lowering.steps.step_writer import StepWriter, Transfer
+from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.transfers.activation_offload import offload_saved, prefetch_saved
 from paraplan.lowering.transfers.boundary_offload import BoundaryOffload
 from paraplan.lowering.transfers.bundled_transfers import BundleBlocks, BundledValue
@@ -113,21 +113,19 @@ class SegmentSteps:
             if move is not None
         ]
 
-    def _fetch(self, index: int, m: int, block: Block) -> Transfer | None:
-        """What copies to the device the parameters that a segment's block reads."""
-        segment, kind = self._program.segments[index], self._program.kinds[self._program.segments[index].kind]
-        read = [
-            (slot, name)
-            for slot, (local, name) in enumerate(zip(kind.params, segment.params, strict=True))
-            if local in block.inputs and self._params.is_away(name)
-        ]
-        return self._params.transfer(read, index, m, self._writer.action)
+    def _prefetch_params(self, order: Sequence[int], m: int, blocks: Sequence[Block]) -> None:
+        """Parameters on tiers that segments' blocks read come before them, in this order."""
+        found = zip(order, blocks, strict=True)
+        action = self._writer.action
+        self._fetched.prefetch(
+            consumers(order, [self._params.transfer(index, m, block, action) for index, block in found])
+        )
 
     def _param(self, index: int, slot: int, name: str, early: Sequence[Move | None]) -> Name:
         """What a segment's block is given for a parameter."""
         if early[slot] is not None:
             return self._whole(index, slot)
-        if self._params.is_away(name):
+        if self._params.is_offloaded(name):
             return outer_names.fetched(index, slot, self._writer.action)
         return self._rank.stored(name)
 
@@ -150,7 +148,7 @@ class SegmentSteps:
         """Run some segments' forward."""
         forwards = self._rank.parts(m).forwards
         self._gather(order, lambda index: forwards[index].early)
-        self._fetched.prefetch(consumers(order, [self._fetch(index, m, forwards[index].block) for index in order]))
+        self._prefetch_params(order, m, [forwards[index].block for index in order])
         offloaded = self._offloaded_boundaries(order, m)
         for index in order:
             segment, lowered = self._program.segments[index], forwards[index]
@@ -215,9 +213,9 @@ class SegmentSteps:
         parts = self._rank.parts(m)
         lowered_of = {index: half_of(parts, index, half) for index in order}
         self._gather(order, lambda index: lowered_of[index].early)
-        back = [prefetch_saved(self._writer.cache, returning(parts, index, half), index, m) for index in order]
+        back = [prefetch_saved(self._writer.cache, prefetches(parts, index, half), index, m) for index in order]
         self._saved.prefetch(consumers(order, back))
-        self._fetched.prefetch(consumers(order, [self._fetch(index, m, lowered_of[index].block) for index in order]))
+        self._prefetch_params(order, m, [lowered_of[index].block for index in order])
         self._boundaries.prefetch(self._boundary_offload.prefetch([(i, self._read(parts, i, half)) for i in order], m))
         self._gradients.start(order, m)
         for index in order:
@@ -231,7 +229,7 @@ class SegmentSteps:
             given = zip(kind.outputs, segment.outputs, strict=True)
             names |= {local: outer_names.value(outer, m) for local, outer in given}
             names |= {local: outer_names.saved(index, local, m) for local in parts.forwards[index].block.saved}
-            for copy in returning(parts, index, half):
+            for copy in prefetches(parts, index, half):
                 read = copy.issued.base, copy.source.base
                 names |= {local: outer_names.saved(index, local, m) for local in read}
             if half is ActionKind.W:

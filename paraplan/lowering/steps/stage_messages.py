@@ -201,8 +201,7 @@ class StageMessages:
             local = emitter.get("value", message.sent)
             value = emitter.values[local]
             if not is_contiguous(value.shape, value.strides):
-                args = ("%" + local, value.shape)
-                local = emitter.local("paraplan.reshape_copy", args, "sent", value.dtype, value.shape)
+                local = emitter.copy_rows(local, "sent")
             self._made[key] = None if local == "value" else emitter.finish((local,), ())
         return self._made[key]
 

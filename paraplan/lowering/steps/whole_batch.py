@@ -57,7 +57,7 @@ def gather_block(name: str, spec: TensorSpec, given: Given, extended: Dims) -> B
         for m, part in enumerate(parts):
             emitter.add_many(PUT, ("%" + whole, "%" + part, first.dim, m * shape[first.dim]), ())
     elif isinstance(first, Partial) and first.op == "sum":
-        whole = emitter.local("paraplan.reshape_copy", ("%" + parts[0], shape), "whole", spec.dtype, shape)
+        whole = emitter.copy_rows(parts[0], "whole")
         for part in parts[1:]:
             emitter.add_many(GROW, ("%" + whole, "%" + part), ())
     else:

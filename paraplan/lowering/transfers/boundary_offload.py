@@ -77,7 +77,7 @@ class BoundaryOffload:
 
     def __init__(self, rank: RankGroup, cache: BlockCache) -> None:
         self._cache = cache
-        self._there: set[tuple[str, int]] = set()
+        self._offloaded: set[tuple[str, int]] = set()
         self.tiers: dict[str, str] = {}
         for stage in () if rank.lowered.evaluates else rank.holding.stages:
             self.tiers |= boundary_tiers(rank.program, rank.plan.stages[stage], rank.micro.tail)
@@ -98,15 +98,15 @@ class BoundaryOffload:
             names: that the segment's forward is the last to read.
             segment, m: which, and the microbatch.
         """
-        self._there.update((name, m) for name in names)
+        self._offloaded.update((name, m) for name in names)
         return self._transfer(_OFFLOAD, names, segment, m)
 
     def prefetch(self, reads: Sequence[tuple[int, Names]], m: int) -> list[Consumer]:
         """The copies back before a backward of these segments, each with what it reads."""
         found = []
         for segment, names in reads:
-            first = tuple(name for name in dict.fromkeys(names) if (name, m) in self._there)
-            self._there.difference_update((name, m) for name in first)
+            first = tuple(name for name in dict.fromkeys(names) if (name, m) in self._offloaded)
+            self._offloaded.difference_update((name, m) for name in first)
             found.append(Consumer(segment, (self._transfer(_PREFETCH, first, segment, m),) if first else ()))
         return found
 

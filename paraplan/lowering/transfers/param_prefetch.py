@@ -10,11 +10,10 @@ has the optimizer's dtype and ops read another (bf16), what has come is cast, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paraplan.ir.execution.names import fetched, param
-from paraplan.ir.execution.rank_program import BlockRole
+from paraplan.ir.execution.rank_program import Block, BlockRole
 from paraplan.ir.machine.mesh import local_shape, parse_layout
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import BlockCache, Transfer
@@ -33,26 +32,30 @@ class ParamPrefetch:
     rank: RankGroup
     cache: BlockCache
 
-    def is_away(self, name: str) -> bool:
+    def is_offloaded(self, name: str) -> bool:
         """Whether a parameter is not on the device."""
         return bool(self.rank.holding.params[name].stored_tier)
 
-    def transfer(self, read: Sequence[tuple[int, str]], segment: int, m: int, action: str) -> Transfer | None:
-        """The copies of the parameters on tiers that a segment's block reads, by slot.
+    def transfer(self, segment: int, m: int, block: Block, action: str) -> Transfer | None:
+        """The copies of the parameters on tiers that a segment's block reads; None where it reads none.
 
         Args:
-            read: (slot, parameter) of those on tiers that the block reads.
             segment, m: whose block, and the microbatch.
+            block: that reads them.
             action: that it belongs to.
         """
-        if not read:
+        program = self.rank.program
+        params, kind = program.segments[segment].params, program.kinds[program.segments[segment].kind]
+        slots = [slot for slot, local in enumerate(kind.params) if local in block.inputs]
+        slots = [slot for slot in slots if self.is_offloaded(params[slot])]
+        if not slots:
             return None
-        copies = tuple(self._copy(position, name) for position, (_, name) in enumerate(read))
-        dtypes = tuple(self.rank.program.params[name].spec.dtype for _, name in read)
+        copies = tuple(self._copy(position, params[slot]) for position, slot in enumerate(slots))
+        dtypes = tuple(program.params[params[slot]].spec.dtype for slot in slots)
         issues = self.cache.get("fetch.p", issue_block, copies, BlockRole.FETCH)
         waits = self.cache.get("came.p", wait_block, copies, BlockRole.FETCH, dtypes)
-        here = tuple(fetched(segment, slot, action) for slot, _ in read)
-        names = {copy.source.base: param(name) for copy, (_, name) in zip(copies, read, strict=True)}
+        here = tuple(fetched(segment, slot, action) for slot in slots)
+        names = {copy.source.base: param(params[slot]) for copy, slot in zip(copies, slots, strict=True)}
         names |= {copy.issued.base: name.coming() for copy, name in zip(copies, here, strict=True)}
         return Transfer((issues, waits), names, here, m, segment)
 
