@@ -28,7 +28,7 @@ IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class BundledValue:
-    """A value and how it moves.
+    """A value and how it moves: alone where it is large, else with others that move alike.
 
     Attributes:
         source, result: its outer names before and after.
