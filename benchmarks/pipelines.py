@@ -26,11 +26,12 @@ from examples.models import unet
 from paraplan.capture import capture
 from paraplan.ir.errors import ParaplanError
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import search
 from tests.runtime.pipelines import account, cut, job_of, pipeline_of
 
 Made = tuple[nn.Module, dict[str, Tensor]]
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "gems": 1, "chimera": 1, "interleaved": 2, "zb-v": 2, "hanayo": 2}
+SCHEDULES = {name: schedule.stages for name, schedule in NAMED.items()}
 """Per schedule, how many stages a position holds."""
 
 TOLERANCE = 1e-9

@@ -40,7 +40,7 @@ from paraplan.planner.search import search
 PIPELINES = int(os.environ.get("PIPELINES", "12"))
 COLUMNS = ("case", "pipelines", "refused", "left", "numbers", "differ", "reserve_mib", "carried_s", "whole_s")
 CLUSTERS = ("1xH100:8", "4xH100:2", "1xA100-40:8")
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo")
+SCHEDULES = ("1f1b", "1f1b-zb", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "zb-v-lean", "hanayo")
 
 
 @cache

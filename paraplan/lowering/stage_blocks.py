@@ -39,7 +39,7 @@ _FORWARDS: Lately[LoweredForward] = SESSION.lately(
     "stage_blocks.forwards", _INSTRS, lambda made: len(made.block.instrs)
 )
 _BACKWARDS: Lately[LoweredBackward] = SESSION.lately(
-    "stage_blocks.backwards", _INSTRS, lambda made: sum(len(part.block.instrs) for part in made.parts or (made,))
+    "stage_blocks.backwards", _INSTRS, lambda made: sum(len(part.block.instrs) for part in (made, *(made.parts or ())))
 )
 
 
@@ -110,7 +110,7 @@ class PlanBlocks:
         self.maker: dict[str, int] = {}
         self.fused = fusible_places(plan.program, self.held) if plan.optimizer.fused else frozenset[str]()
         self.reduce_dtype = "" if plan.wire_dtype == HALVES.get(plan.program.precision) else plan.wire_dtype
-        self._split = _split_stages(plan)
+        self._halves = _halves(plan)
         self._makers = tuple(_makers(plan, each) for each in self.held)
         self._choices: list[KindChoice] = []
         self._done: dict[object, LoweredForward] = {}
@@ -325,14 +325,14 @@ class PlanBlocks:
                     tuple(placement if isinstance(placement, Shard) else R for placement in made.layout)
                 )
             tangents.append(None if tangent is None else parts.grads[out])
-        split = stage in self._split
-        key = (forward.block.name, context, tuple(tangents), split)
+        halves = self._halves[stage]
+        key = (forward.block.name, context, tuple(tangents), halves)
         if key not in self._done_back:
             name, micro = f"{kind.name}.{len(self._done_back)}.B", self.micro.segments[index]
             choice = self._choices[self._choice(stage, index)]
             self._done_back[key] = _BACKWARDS.get(
                 (name, Same(forward), *key[2:]),
-                lambda: lower_backward(name, kind, choice, micro, context, forward, tuple(tangents), split),
+                lambda: lower_backward(name, kind, choice, micro, context, forward, tuple(tangents), halves),
             )
         parts.backwards[index] = lowered = self._done_back[key]
         for slot, (outer, given) in enumerate(zip(segment.inputs, lowered.grads, strict=True)):
@@ -391,7 +391,10 @@ def _makers(plan: Plan, held: Holding) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _split_stages(plan: Plan) -> set[int]:
-    """The stages whose backward is done in two parts."""
-    actions = [parse_action(text) for texts in plan.schedule.classes for text in texts]
-    return {action.stage for action in actions if action.kind in (ActionKind.I, ActionKind.W)}
+def _halves(plan: Plan) -> tuple[frozenset[ActionKind], ...]:
+    """Per stage, which parts of its backward actions run."""
+    found: list[set[ActionKind]] = [set() for _ in plan.stages]
+    for action in {parse_action(text) for texts in plan.schedule.classes for text in texts}:
+        if action.kind in (ActionKind.B, ActionKind.I, ActionKind.W):
+            found[action.stage].add(action.kind)
+    return tuple(frozenset(kinds or {ActionKind.B}) for kinds in found)

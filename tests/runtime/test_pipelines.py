@@ -24,6 +24,7 @@ from paraplan.lowering.blocks.remat import recomputable
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.sampling import random_plan
+from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.against_eager import eager_error, loss_by
@@ -32,7 +33,7 @@ from tests.runtime.pipelines import account, cut, job_of, mixed, pipeline_of, ru
 from tests.runtime.web import batch, one_stage, program, stages_of, web
 
 GRAD = "paraplan.group_norm_grad"
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "gems", "chimera", "interleaved", "zb-v", "hanayo")
+SCHEDULES = tuple(NAMED)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -9,12 +9,13 @@ saved until then, and ops executed again go with their first reader.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.rank_program import Block, BlockRole
+from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.machine.mesh import Layout, P, R, layout_text, parse_layout, without
 from paraplan.ir.machine.reshard import Move
 from paraplan.ir.model.graph import Graph, Op, Phase
@@ -92,7 +93,7 @@ def lower_backward(
     context: KindContext,
     forward: LoweredForward,
     tangents: tuple[Given | None, ...],
-    split: bool = False,
+    halves: frozenset[ActionKind] = frozenset({ActionKind.B}),
 ) -> LoweredBackward:
     """Lower a kind's backward ops; `tangents` says how each output's gradient arrives.
 
@@ -103,20 +104,29 @@ def lower_backward(
         context: the mesh, and where values are given.
         forward: the kind's forward, lowered; what it saves is read here.
         tangents: how each output's gradient arrives; None where none does.
-        split: whether gradients of inputs and of parameters are two blocks.
+        halves: what actions run of it: all (B), or gradients of inputs (I) and of parameters (W) in a block each; a
+            schedule may split some microbatches' backwards and not others'.
     """
     chunks = chosen_chunks(kind, choice, forward.strategies, context)
     kind = executed(kind, choice)
     task = _Task(name, kind, choice, micro, context, forward, tangents, chunks)
     again = (*forward.remat.again, *forward.remat.rerun)
     every = frozenset((*ops_of(kind, Phase.BACKWARD), *again))
-    if not split:
-        return _lower_part(task, name, every, True, True, _Kept({}))[0]
+    whole = _lower_part(task, name, every, True, True, _Kept({}))[0] if ActionKind.B in halves else None
+    if whole is not None and len(halves) == 1:
+        return whole
     rerun = [out for index in forward.remat.rerun for out in kind.graph.ops[index].outs]
     first = _needed_by(kind, every, (*kind.input_grads, *rerun))
     given, kept = _lower_part(task, f"{name}i", first, True, False, _Kept({}), every - first)
     weights, _ = _lower_part(task, f"{name}w", every - first, False, True, kept)
-    return LoweredBackward(given.block, given.grads, given.early, weights.partial, (given, weights))
+    if whole is None:
+        return LoweredBackward(given.block, given.grads, given.early, weights.partial, (given, weights))
+    if (whole.grads, whole.partial) != (given.grads, weights.partial):
+        raise InvalidPlanError(
+            f"the backward of {kind.name} leaves its gradients otherwise in two halves than in one; take a schedule "
+            "that splits the backwards of all microbatches, or of none"
+        )
+    return replace(whole, parts=(given, weights))
 
 
 def _needed_by(kind: SegmentKind, every: Collection[int], results: Collection[str | None]) -> frozenset[int]:

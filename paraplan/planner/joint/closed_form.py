@@ -12,9 +12,6 @@ from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.stage_totals import Totals
 from paraplan.planner.schedules.named import NAMED
 
-FILLED = {"zb-h1": 0.5, "zb-v": 0.5, "chimera": 0.5, "hanayo": 1.0, "interleaved": 1.0}
-"""Of the bubble of a 1F1B schedule with as many stages a position, what is left."""
-
 
 class ClosedForm:
     """Closed forms on a cluster.
@@ -33,8 +30,8 @@ class ClosedForm:
         and drains, and what does not fit is recomputed.
 
         Fill and drain are (pp - 1) / (microbatches · stages a position) of the work, less what a schedule's split
-        backwards or second direction fill (`FILLED`), and every hop of a first and a last microbatch. Infinite where
-        what a position keeps does not fit.
+        backwards or second direction fill (`Named.idle`), and every hop of a first and a last microbatch. Infinite
+        where what a position keeps does not fit.
 
         Args:
             combination: degrees, schedule and microbatches.
@@ -42,7 +39,8 @@ class ClosedForm:
             mesh_shape: of a position.
         """
         pp, each = combination.pp, combination.each
-        replicas = NAMED[combination.schedule].num_replicas
+        schedule = NAMED[combination.schedule]
+        replicas = schedule.num_replicas
         keeps = totals.keeps(mesh_shape)
         room = self.room(totals.workspace_bytes, pp) - replicas * keeps.all_bytes / pp
         if room <= 0:
@@ -51,15 +49,14 @@ class ClosedForm:
             room += replicas * keeps.grad_bytes / pp
         work_s = combination.microbatches * (totals.seconds / pp + each * totals.cut_s)
         held = totals.saved_bytes / pp
-        most = pp * (1 + 1 / each) if combination.schedule == "interleaved" else float(pp)
-        flying = min(float(combination.microbatches), math.inf if combination.schedule == "gpipe" else most)
+        flying = min(float(combination.microbatches), schedule.flying(pp, 0, each))
         again_s = 0.0
         if held * flying > room:
             extra_s = totals.least_extra_s(room * pp / flying)
             if math.isinf(extra_s):
                 return math.inf
             again_s = combination.microbatches * extra_s / pp
-        fill = FILLED.get(combination.schedule, 1.0) * (pp - 1) / (combination.microbatches * each)
+        fill = schedule.idle * (pp - 1) / (combination.microbatches * each)
         parts = pp * each if pp > 1 else totals.num_segments  # of one stage, all but a segment's go on beside others
         once_s = totals.once_s / parts + totals.update_s / pp
         size = math.prod(mesh_shape)

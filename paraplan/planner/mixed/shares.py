@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paraplan.planner.joint.closed_form import FILLED
 from paraplan.planner.mixed.links import Handing
 from paraplan.planner.mixed.positions import MixedPipeline, Position, PositionSpan
+from paraplan.planner.schedules.named import NAMED
 
 HALVINGS = 40
 
@@ -68,19 +68,13 @@ def _seconds(position: Position) -> float:
 
 def _fill(pipeline: MixedPipeline) -> float:
     bubble = (pipeline.pp - 1) / (pipeline.microbatches * pipeline.each)
-    return FILLED.get(pipeline.schedule, 1.0) * bubble
+    return NAMED[pipeline.schedule].idle * bubble
 
 
 def in_flight(pipeline: MixedPipeline, position: int) -> float:
     """About how many microbatches of all its stages a position has in flight at most."""
-    pp, m, each = pipeline.pp, pipeline.microbatches, pipeline.each
-    most = {
-        "gpipe": float(m),
-        "interleaved": ((each - 1) * pp + 2 * (pp - position - 1) + 1) / each,
-        "1f1b": float(pp - position),
-        "zb-h1": float(pp - position),
-    }.get(pipeline.schedule, float(pp))
-    return min(most, float(m))
+    most = NAMED[pipeline.schedule].flying(pipeline.pp, position, pipeline.each)
+    return min(most, float(pipeline.microbatches))
 
 
 def _share_s(pipeline: MixedPipeline, positions: Sequence[Position]) -> float:

@@ -9,12 +9,13 @@ import pytest
 
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.planner.joint.bounding.order_bounds import MOST_ACTIONS, orders_s, passed
-from paraplan.planner.schedules.named import NAMED, named_orders
+from paraplan.planner.schedules.named import named_orders
 from paraplan.planner.schedules.order_times import ended
 from paraplan.planner.schedules.schedule_problem import BACKWARD, Orders, StageCosts
 from paraplan.planner.solvers.milp import MilpBuilder, solve
 
 CASES = [("1f1b", 4, 6, 1), ("gpipe", 3, 4, 1), ("zb-h1", 3, 5, 1), ("zb-v", 3, 5, 2), ("chimera", 4, 4, 1)]
+MIXED = [("1f1b-zb", 3, 5, 1), ("interleaved-zb", 2, 4, 3), ("zb-v-lean", 3, 5, 2)]
 MANY = [("interleaved", 2, 2, 6), ("interleaved", 3, 6, 3), ("hanayo", 2, 4, 4), ("gems", 2, 4, 1)]
 
 
@@ -41,7 +42,8 @@ def _least_s(orders: Orders) -> float:
             elif action.kind is ActionKind.W:
                 needs.append((ActionKind.I, stage, m))
             elif action.kind in BACKWARD:
-                needs.append((ActionKind.F, stage, m) if stage == stages - 1 else (action.kind, stage + 1, m))
+                later = [(kind, stage + 1, m) for kind in BACKWARD if (kind, stage + 1, m) in number]
+                needs += [(ActionKind.F, stage, m)] if stage == stages - 1 else later
             builder.add_row([at, shares + stage], [1.0, -took], lower=0.0)
             builder.add_row([last, at], [1.0, -1.0], lower=0.0)
             for need in needs:
@@ -49,30 +51,33 @@ def _least_s(orders: Orders) -> float:
     return solve(builder.build(), relax=True).objective
 
 
-@pytest.mark.parametrize(("name", "pp", "count", "each"), [*CASES, *MANY])
+@pytest.mark.parametrize(("name", "pp", "count", "each"), [*CASES, *MIXED, *MANY])
 def test_alike_segments_are_bounded_by_the_least_makespan(name: str, pp: int, count: int, each: int) -> None:
     orders = named_orders(name, pp, count, each)
     counts = passed(orders, 60.0)
     assert counts is not None
-    splits, alike = NAMED[name].splits, np.full(7, 1 / 7)
-    found_s = orders_s(counts, (alike, alike if splits else 2 * alike, alike if splits else 0 * alike))
+    alike = np.full(7, 1 / 7)
+    found_s = orders_s(counts, (alike, 2 * alike, alike, alike))
     assert found_s == pytest.approx(_least_s(orders), rel=1e-4)
 
 
-@pytest.mark.parametrize(("name", "pp", "count", "each"), [*CASES, *MANY])
+@pytest.mark.parametrize(("name", "pp", "count", "each"), [*CASES, *MIXED, *MANY])
 def test_no_cut_of_unequal_segments_is_below_the_bound(name: str, pp: int, count: int, each: int) -> None:
     orders, rng, stages = named_orders(name, pp, count, each), random.Random(0), pp * each
     counts = passed(orders, 60.0)
     assert counts is not None
     for _ in range(20):
         segments = [[rng.uniform(0.2, 1.0) for _ in range(2 * stages)] for _ in range(3)]
-        if not NAMED[name].splits:
-            segments[2] = [0.0] * len(segments[2])
-        bound_s = orders_s(counts, segments)
+        forward, first, second = segments
+        bound_s = orders_s(
+            counts, (forward, [sum(halves) for halves in zip(first, second, strict=True)], first, second)
+        )
         for _ in range(20):
             at = sorted(rng.sample(range(1, 2 * stages), stages - 1))
             took = [[sum(row[a:b]) for row in segments] for a, b in zip([0, *at], [*at, 2 * stages], strict=True)]
-            costs = tuple(StageCosts(forward_s=f, backward_s=i, input_grad_s=i, weight_grad_s=w) for f, i, w in took)
+            costs = tuple(
+                StageCosts(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w) for f, i, w in took
+            )
             assert bound_s <= ended(orders, costs).step_s * (1 + 1e-9)
 
 

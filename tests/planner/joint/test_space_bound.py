@@ -106,7 +106,16 @@ def test_one_stage_a_position_is_bounded_by_every_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "each"), [("interleaved", 2), ("hanayo", 2), ("zb-v", 2), ("chimera", 1), ("gems", 1)]
+    ("schedule", "each"),
+    [
+        ("interleaved", 2),
+        ("hanayo", 2),
+        ("zb-v", 2),
+        ("interleaved-zb", 2),
+        ("zb-v-lean", 2),
+        ("chimera", 1),
+        ("gems", 1),
+    ],
 )
 def test_no_order_is_below_what_its_idle_positions_leave(schedule: str, each: int) -> None:
     pp, m, segments = 2, 4, 8

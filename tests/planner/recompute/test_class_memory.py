@@ -29,11 +29,12 @@ from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute import class_memory
 from paraplan.planner.recompute.class_memory import ClassMemory, until_full
 from paraplan.planner.recompute.presets import preset_activations
+from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.sharding.solve import SolveLimits, choose
 
 LIMITS = SolveLimits(time_s=60.0, memory_bytes=1 << 60, certify=False)
 ROOM = 1 << 40
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "hanayo", "chimera")
+SCHEDULES = tuple(name for name in NAMED if name != "gems")
 
 
 def _choose(job: Job, constraints: Constraints, kept: float | None, known: object) -> Decisions:

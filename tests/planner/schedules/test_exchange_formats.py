@@ -28,7 +28,7 @@ def test_round_trips(name: str) -> None:
             to_csv(made)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "hanayo"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v", "hanayo"])
 def test_torch_reads_it(name: str) -> None:
     """Torch's own parser and validator; where a stage lies is found from the actions."""
     made = named_schedule(name, 4, 8)

@@ -35,6 +35,9 @@ CARRIED = [
     ("interleaved", 2, 4, 16, 1),
     ("zb-v", 2, 2, 16, 1),
     ("hanayo", 2, 2, 16, 1),
+    ("1f1b-zb", 2, 1, 12, 1),
+    ("interleaved-zb", 2, 2, 12, 1),
+    ("zb-v-lean", 2, 2, 16, 1),
 ]
 """Schedule, positions, stages a position, microbatches, devices a position."""
 

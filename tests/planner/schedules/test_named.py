@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.execution.schedule import ActionKind
 from paraplan.lowering.verification.verify_schedule import verify_schedule
 from paraplan.planner.schedules.complete import orders_of
 from paraplan.planner.schedules.event_simulation import ScheduleTimes, evaluate
@@ -45,7 +46,7 @@ def test_legal(name: str, p: int, groups: int, more: int, v: int, seed: object) 
     per = kind.stages + v * kind.step
     if kind.num_replicas == 2:
         p, groups = p + p % 2, 2 * groups
-    m = p * groups if name in ("interleaved", "chimera") else groups + more + (kind.num_replicas - 1)
+    m = p * groups if name in ("interleaved", "interleaved-zb", "chimera") else groups + more + (kind.num_replicas - 1)
     costs = tuple(
         StageCosts(
             forward_s=seed.random() + 0.1,
@@ -103,6 +104,41 @@ def test_zb_v(p: int, m: int) -> None:
     assert max(found.peak_in_flight) == min(2 * p, 2 * m)
     short = over(named_orders("zb-v", p, 2 * p - 2), StageCosts()) if p > 1 else found
     assert p < 3 or any(stop - start > 6 * (2 * p - 2) for start, stop in spans(short))
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), [("1f1b", 4, 4, 1), ("1f1b", 4, 12, 1), ("1f1b", 5, 7, 1)])
+@pytest.mark.parametrize("weight_grad_s", [0.4, 1.0, 1.3])
+def test_backwards_split_in_the_drain(name: str, p: int, m: int, v: int, weight_grad_s: float) -> None:
+    """Bubble (p - 1) (max(F, W) + I), with what whole backwards hold and one microbatch of a stage between halves."""
+    costs = StageCosts(backward_s=1.2 + weight_grad_s, input_grad_s=1.2, weight_grad_s=weight_grad_s)
+    whole, split = (over(named_orders(each, p, m, v), costs) for each in (name, f"{name}-zb"))
+    work_s = m * v * (1.0 + costs.backward_s)
+    assert whole.step_s == pytest.approx(work_s + (p - 1) * (1.0 + costs.backward_s))
+    assert split.step_s == pytest.approx(work_s + (p - 1) * (1.2 + max(1.0, weight_grad_s)))
+    assert split.peak_in_flight == whole.peak_in_flight
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 4, 2), (4, 8, 3), (8, 8, 16), (8, 64, 6)])
+def test_interleaved_backwards_split_in_the_drain(p: int, m: int, v: int) -> None:
+    """A third of a whole backward's bubble less where F, I and W take as long."""
+    whole, split = (over(named_orders(name, p, m, v), StageCosts()) for name in ("interleaved", "interleaved-zb"))
+    assert whole.step_s == pytest.approx(3 * m * v + 3 * (p - 1))
+    assert split.step_s == pytest.approx(3 * m * v + 2 * (p - 1))
+    assert split.peak_in_flight == whole.peak_in_flight
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 8), (8, 64)])
+def test_weight_gradients_at_once(p: int, m: int) -> None:
+    """ZB-V with one microbatch of a stage between halves at most, and less than half of 1F1B's bubble more."""
+    orders = named_orders("zb-v-lean", p, m)
+    for order, full in zip(orders, named_orders("zb-v", p, m), strict=True):
+        waiting = [0]
+        for action in order:
+            waiting.append(waiting[-1] + {ActionKind.I: 1, ActionKind.W: -1}.get(action.kind, 0))
+        assert max(waiting) == 1 and sorted(map(str, order)) == sorted(map(str, full))
+        assert [a for a in order if a.kind is not ActionKind.W] == [a for a in full if a.kind is not ActionKind.W]
+    lean, full_s, plain = (over(named_orders(name, p, m), StageCosts()) for name in ("zb-v-lean", "zb-v", "1f1b"))
+    assert full_s.step_s <= lean.step_s <= full_s.step_s + (plain.step_s - 3 * m)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 6), (6, 5), (8, 16)])

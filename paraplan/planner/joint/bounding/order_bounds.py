@@ -24,12 +24,13 @@ from paraplan.planner.schedules.schedule_problem import BACKWARD, Orders
 from paraplan.planner.solvers.milp import MilpBuilder, solve
 
 Counts = npt.NDArray[np.float64]
-"""[F, B or I, W; stages]: how much of the flow passes actions of a kind and stage."""
+"""[F, B, I, W; stages]: how much of the flow passes actions of a kind and stage."""
 MOST_ACTIONS = 4500
 """Actions of orders up to which a flow is looked for."""
 ROUNDING = 1e-6
 """Of a bound, what a solver's flow may be short of one."""
-_ROW = {ActionKind.F: 0, ActionKind.B: 1, ActionKind.I: 1, ActionKind.W: 2}
+_ROW = {ActionKind.F: 0, ActionKind.B: 1, ActionKind.I: 2, ActionKind.W: 3}
+_PHASE = {ActionKind.F: 0, ActionKind.B: 1, ActionKind.I: 1, ActionKind.W: 2}
 
 
 def passed(orders: Orders, limit_s: float) -> Counts | None:
@@ -62,7 +63,7 @@ def passed(orders: Orders, limit_s: float) -> Counts | None:
     found = solve(builder.build(), relax=True, time_limit_s=limit_s, relative_gap=1e-4)
     if found.values is None:
         return None
-    counts, kinds = np.zeros((3, stages)), np.array([_ROW[action.kind] for action in actions])
+    counts, kinds = np.zeros((len(_ROW), stages)), np.array([_ROW[action.kind] for action in actions])
     np.add.at(counts, (kinds[entering], of[entering]), np.maximum(found.values[by], 0.0))
     return counts
 
@@ -72,7 +73,7 @@ def orders_s(counts: Counts, seconds: Sequence[Sequence[float]]) -> float:
 
     Args:
         counts: of a schedule (`passed`).
-        seconds: per segment, of a microbatch: forwards; backwards, or their first halves; second halves.
+        seconds: per segment, of a microbatch: forwards, backwards, and these' first and second halves.
     """
     each = np.array(seconds).T @ counts
     return float(each.min(1).sum()) * (1 - ROUNDING)
@@ -91,7 +92,7 @@ def _waits(orders: Orders, num_stages: int) -> list[tuple[int, int]]:
 
 
 def _key(action: Action) -> tuple[int, int, int]:
-    return _ROW[action.kind], action.stage, action.microbatch
+    return _PHASE[action.kind], action.stage, action.microbatch
 
 
 def _needed(action: Action, num_stages: int) -> tuple[int, int, int]:

@@ -230,11 +230,9 @@ class SpaceBound:
             self._passed[key] = passed(combination.orders(), left_s)
         if (counts := self._passed.get(key)) is None:
             return 0.0
-        first, second = least.backward_s, (0.0,) * len(least.backward_s)
-        if NAMED[name].splits:
-            first = tuple(both - f for both, f in zip(least.round_s, least.forward_s, strict=True))
-            second = tuple(b - i for b, i in zip(least.backward_s, first, strict=True))
-        return orders_s(counts, (least.forward_s, first, second))
+        first = tuple(both - f for both, f in zip(least.round_s, least.forward_s, strict=True))
+        second = tuple(b - i for b, i in zip(least.backward_s, first, strict=True))
+        return orders_s(counts, (least.forward_s, least.backward_s, first, second))
 
     def _rounds_s(self, combination: Combination, least: Least) -> float:
         """The bound of a combination by how long a microbatch is in flight, at most so many at once; infinite where its

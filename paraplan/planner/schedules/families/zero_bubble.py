@@ -16,7 +16,7 @@ from collections import Counter
 from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.planner.schedules.schedule_problem import Orders, at, check_sizes
 
-F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 
 
 def zb_h1(num_positions: int, num_microbatches: int) -> Orders:
@@ -76,3 +76,49 @@ def _v_order(position: int, size: int, m: int) -> list[Action]:
         order.append(at(2 * size - 1 - position if half else position, kind, done[half, kind]))
         done[half, kind] += 1
     return order
+
+
+def at_once(orders: Orders) -> Orders:
+    """Orders of split backwards in which every W is run before the next I at the latest.
+
+    Args:
+        orders: any; those of whole backwards stay as they are.
+    """
+    return tuple(map(_at_once, orders))
+
+
+def drained(orders: Orders) -> Orders:
+    """Orders of whole backwards in which those after a position's last forward are split, each W before the next I.
+
+    Args:
+        orders: any; halves stay as they are.
+    """
+    return tuple(map(_drained, orders))
+
+
+def _at_once(order: tuple[Action, ...]) -> tuple[Action, ...]:
+    found: list[Action] = []
+    waiting: list[Action] = []
+    for action in order:
+        if action.kind is I:
+            found += waiting
+            waiting = [at(action.stage, W, action.microbatch)]
+        elif action.kind is W:
+            if action not in waiting:  # run already
+                continue
+            waiting = []
+        found.append(action)
+    return (*found, *waiting)
+
+
+def _drained(order: tuple[Action, ...]) -> tuple[Action, ...]:
+    last = max((index for index, action in enumerate(order) if action.kind is F), default=-1)
+    found = list(order[: last + 1])
+    waiting: list[Action] = []
+    for action in order[last + 1 :]:
+        if action.kind is B:
+            found += [*waiting, at(action.stage, I, action.microbatch)]
+            waiting = [at(action.stage, W, action.microbatch)]
+        else:
+            found.append(action)
+    return (*found, *waiting)
