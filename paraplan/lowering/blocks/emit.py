@@ -24,7 +24,7 @@ from paraplan.lowering.blocks.expand import emit_expansion
 from paraplan.lowering.blocks.finish import finish_block, split_block
 from paraplan.lowering.blocks.laid_values import LaidValues
 from paraplan.lowering.blocks.padding import fill_padding
-from paraplan.lowering.transfers.copies import Copy, local_value, offload
+from paraplan.lowering.transfers.copies import Copy, local_value
 from paraplan.rules.carried_rules import local_args
 from paraplan.rules.dims import op_def
 from paraplan.rules.localise import expansion, local_context
@@ -51,7 +51,7 @@ class BlockEmitter(LaidValues):
     def offload(self, local: str, tier: str) -> Copy:
         """Begin to copy a value to a tier."""
         value = self.values[local]
-        copy = offload(local_value(local, value.dtype, value.shape, value.strides), tier)
+        copy = Copy.offload(local_value(local, value.dtype, value.shape, value.strides), tier)
         self.values[copy.issued.base] = copy.issued
         self._add(copy.issue)
         return copy

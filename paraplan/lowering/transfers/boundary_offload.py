@@ -24,12 +24,12 @@ from paraplan.ir.model.strides import is_dense
 from paraplan.ir.plan import Stage
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import BlockCache, Transfer
-from paraplan.lowering.transfers.copies import CopyWay, copy_transfer, local_value, offload, prefetch
+from paraplan.lowering.transfers.copies import Copy, CopyWay, copy_transfer, local_value
 from paraplan.lowering.transfers.transfer_queue import Consumer
 
 Names = tuple[str, ...]
-_OFFLOAD = CopyWay(offload, "leave.b", "left.b", BlockRole.OFFLOAD)
-_PREFETCH = CopyWay(prefetch, "back.b", "came.b", BlockRole.PREFETCH)
+_OFFLOAD = CopyWay(Copy.offload, "leave.b", "left.b", BlockRole.OFFLOAD)
+_PREFETCH = CopyWay(Copy.prefetch, "back.b", "came.b", BlockRole.PREFETCH)
 
 
 def boundary_tiers(program: Program, stage: Stage, tail: int) -> dict[str, str]:

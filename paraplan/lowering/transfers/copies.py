@@ -57,10 +57,43 @@ class Copy:
     done: str
     over: LocalValue | None = None
 
+    @classmethod
+    def offload(cls, value: LocalValue, tier: str) -> Copy:
+        """The copy of a value on the device to a tier."""
+        there = f"{value.base}^{tier}"
+        return cls("offload", tier, value, dense_copy(value, f"{there}!", tier), there)
+
+    @classmethod
+    def prefetch(cls, value: LocalValue, tier: str) -> Copy:
+        """The copy of what `offload` left on a tier to the device, where it is called as the value was."""
+        there = f"{value.base}^{tier}"
+        return cls("prefetch", tier, dense_copy(value, there, tier), dense_copy(value, f"{there}?"), value.base)
+
+    @classmethod
+    def bring(cls, value: LocalValue, place: str) -> Copy:
+        """The copy of a value on a tier to where it is updated: "" for the device, else the host's memory."""
+        issued = msgspec.structs.replace(value, base=f"{value.base}^?", tier=place)
+        return cls("lift" if place else "bring", value.tier, value, issued, f"{value.base}^up")
+
+    @classmethod
+    def store(cls, value: LocalValue, place: str) -> Copy:
+        """The copy of what `bring` brought, over what it was brought from."""
+        return cls._overwriting("store", msgspec.structs.replace(value, base=f"{value.base}^up", tier=place), value)
+
+    @classmethod
+    def keep(cls, value: LocalValue, over: LocalValue) -> Copy:
+        """The copy of a value on the device over another one on a tier."""
+        return cls._overwriting("keep", value, over)
+
+    @classmethod
+    def _overwriting(cls, target: str, source: LocalValue, over: LocalValue) -> Copy:
+        issued = msgspec.structs.replace(over, base=f"{over.base}^!")
+        return cls(target, over.tier, source, issued, f"{over.base}^.", over)
+
     @property
     def back(self) -> Copy:
         """Of an offload, the copy back to the device, under the name the value had."""
-        return prefetch(self.source, self.tier)
+        return Copy.prefetch(self.source, self.tier)
 
     @property
     def arrived(self) -> LocalValue:
@@ -68,7 +101,7 @@ class Copy:
         return msgspec.structs.replace(self.issued, storage_bytes=0)
 
     @property
-    def overwriting(self) -> LocalValue:
+    def begun(self) -> LocalValue:
         """The copy under way in the block that issues it."""
         return self.issued if self.over is None else msgspec.structs.replace(self.over, storage_bytes=0)
 
@@ -95,7 +128,7 @@ class Copy:
                 return {source: here.on(self.tier), issued: here.coming(self.tier), done: here}
             case "bring" | "lift":
                 return {source: here, issued: here.coming(), done: here.up}
-        assert self.over is not None
+        assert self.target == "store" and self.over is not None, self
         return {source: here.up, issued: here.leaving(), self.over.base: here}
 
 
@@ -139,41 +172,6 @@ def dense_copy(value: LocalValue, name: str, tier: str = "") -> LocalValue:
     return local_value(name, value.dtype, value.shape, strides, tier)
 
 
-def offload(value: LocalValue, tier: str) -> Copy:
-    """The copy of a value on the device to a tier."""
-    there = f"{value.base}^{tier}"
-    return Copy("offload", tier, value, dense_copy(value, f"{there}!", tier), there)
-
-
-def prefetch(value: LocalValue, tier: str) -> Copy:
-    """The copy of what `offload` left on a tier to the device, where it is called as the value was."""
-    there = f"{value.base}^{tier}"
-    return Copy("prefetch", tier, dense_copy(value, there, tier), dense_copy(value, f"{there}?"), value.base)
-
-
-def bring(value: LocalValue, place: str) -> Copy:
-    """The copy of a value on a tier to where it is updated: "" for the device, else the host's memory."""
-    issued = msgspec.structs.replace(value, base=f"{value.base}^?", tier=place)
-    return Copy("lift" if place else "bring", value.tier, value, issued, f"{value.base}^up")
-
-
-def store(value: LocalValue, place: str) -> Copy:
-    """The copy of what `bring` brought, over what it was brought from."""
-    return overwrite("store", msgspec.structs.replace(value, base=f"{value.base}^up", tier=place), value)
-
-
-def overwrite(target: str, source: LocalValue, over: LocalValue) -> Copy:
-    """The copy of a value over another one, on that one's tier.
-
-    Args:
-        target: "store" or "keep".
-        source: what is copied.
-        over: what is overwritten.
-    """
-    issued = msgspec.structs.replace(over, base=f"{over.base}^!")
-    return Copy(target, over.tier, source, issued, f"{over.base}^.", over)
-
-
 def issue_block(name: str, copies: tuple[Copy, ...], role: BlockRole) -> Block:
     """Issues copies.
 
@@ -187,7 +185,7 @@ def issue_block(name: str, copies: tuple[Copy, ...], role: BlockRole) -> Block:
     for copy in copies:  # storages before what are views of them
         known |= {value.base: value for value in (copy.source, copy.over or copy.issued)}
     for copy in copies:
-        known[copy.issued.base] = copy.overwriting
+        known[copy.issued.base] = copy.begun
     made = tuple(copy.issued.base for copy in copies)
     instrs = [copy.issue for copy in copies]
     return finish_block(name, tuple(value.base for value in given), made, (), known, instrs, role)

@@ -25,22 +25,12 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.lowering.blocks.small_blocks import restore_block
 from paraplan.lowering.steps.step_writer import StepWriter, Transfer
-from paraplan.lowering.transfers.copies import (
-    Copy,
-    CopyWay,
-    copy_transfer,
-    issue_block,
-    local_value,
-    offload,
-    overwrite,
-    prefetch,
-    wait_block,
-)
+from paraplan.lowering.transfers.copies import Copy, CopyWay, copy_transfer, issue_block, local_value, wait_block
 from paraplan.lowering.transfers.offloaded_grads import measured_block
 from paraplan.lowering.transfers.transfer_queue import TransferQueue, consumers
 
 Dims = tuple[int, ...]
-_OFFLOAD = CopyWay(offload, "leave.", "left.", BlockRole.OFFLOAD)
+_OFFLOAD = CopyWay(Copy.offload, "leave.", "left.", BlockRole.OFFLOAD)
 
 
 @dataclass
@@ -86,13 +76,13 @@ class OffloadedStates:
         value, tier = self.local(name, "x", strides), self.tier(name)
         if self.layouts[name].grad_tier:
             return self._keep(name, grad, value)
-        self.grads.issue(copy_transfer(self.writer.cache, _OFFLOAD, {offload(value, tier): grad}))
+        self.grads.issue(copy_transfer(self.writer.cache, _OFFLOAD, {_OFFLOAD.make(value, tier): grad}))
         return grad.on(tier)
 
     def _keep(self, name: str, grad: Name, value: LocalValue) -> Name:
         """As `offload_grad`, to where states are stored."""
         home, spec, layouts = outer_names.waiting(name), self.specs[name], self.layouts[name]
-        copy = overwrite("keep", value, self.local(name, "home", tier=layouts.grad_tier))
+        copy = Copy.keep(value, self.local(name, "home", tier=layouts.grad_tier))
         layout = parse_layout(layouts.state)
         issues = self.writer.cache.get("keep.", measured_block, copy, spec, layout, self.mesh_shape)
         waits = self.writer.cache.get("kept.", wait_block, (copy,), BlockRole.STORE)
@@ -126,7 +116,7 @@ class OffloadedStates:
 
     def _copy(self, name: str) -> Copy:
         """The copy to the device of the optimizer's copy of a parameter, from the tier where it is updated."""
-        return prefetch(self.local(name, "state"), self.tier(name))
+        return Copy.prefetch(self.local(name, "state"), self.tier(name))
 
     def _copy_names(self, name: str, copy: Copy) -> dict[str, Name]:
         issued = outer_names.state(name).coming(copy.tier)

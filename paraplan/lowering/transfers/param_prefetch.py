@@ -17,7 +17,7 @@ from paraplan.ir.execution.rank_program import Block, BlockRole
 from paraplan.ir.machine.mesh import local_shape, parse_layout
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.steps.step_writer import BlockCache, Transfer
-from paraplan.lowering.transfers.copies import Copy, issue_block, local_value, prefetch, wait_block
+from paraplan.lowering.transfers.copies import Copy, issue_block, local_value, wait_block
 
 
 @dataclass
@@ -63,4 +63,4 @@ class ParamPrefetch:
         layouts, is_trained = self.rank.holding.params[name], name in self.rank.trained
         spec = self.rank.grad_spec(name) if is_trained else self.rank.program.params[name].spec
         shape = local_shape(spec.shape, parse_layout(layouts.stored), self.rank.holding.mesh.shape)
-        return prefetch(local_value(f"p{position}", spec.dtype, shape), layouts.stored_tier)
+        return Copy.prefetch(local_value(f"p{position}", spec.dtype, shape), layouts.stored_tier)

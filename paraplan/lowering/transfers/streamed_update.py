@@ -27,13 +27,13 @@ from paraplan.ir.execution.rank_program import BlockRole, LocalValue, StagedUpda
 from paraplan.ir.model.program import ParamSpec
 from paraplan.ir.optimizer import Optimizer
 from paraplan.lowering.steps.step_writer import Transfer
-from paraplan.lowering.transfers.copies import CopyWay, bring, copy_transfer, local_value, store
+from paraplan.lowering.transfers.copies import Copy, CopyWay, copy_transfer, local_value
 from paraplan.lowering.transfers.offloaded_states import OffloadedStates
 from paraplan.lowering.transfers.transfer_queue import TransferQueue, consumers
 
-_BRING = CopyWay(bring, "bring.", "came.", BlockRole.BRING)
-_RECALL = CopyWay(bring, "recall.", "recalled.", BlockRole.RECALL)
-_STORE = CopyWay(store, "store.", "stored.", BlockRole.STORE)
+_BRING = CopyWay(Copy.bring, "bring.", "came.", BlockRole.BRING)
+_RECALL = CopyWay(Copy.bring, "recall.", "recalled.", BlockRole.RECALL)
+_STORE = CopyWay(Copy.store, "store.", "stored.", BlockRole.STORE)
 
 
 @dataclass
