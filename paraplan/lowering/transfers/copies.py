@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -90,7 +91,7 @@ class Copy:
         issued = msgspec.structs.replace(over, base=f"{over.base}^!")
         return cls(target, over.tier, source, issued, f"{over.base}^.", over)
 
-    @property
+    @cached_property
     def back(self) -> Copy:
         """Of an offload, the copy back to the device, under the name the value had."""
         return Copy.prefetch(self.source, self.tier)
