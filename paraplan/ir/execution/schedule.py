@@ -23,6 +23,7 @@ from collections.abc import Hashable
 from enum import Enum
 
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
 
 
@@ -59,6 +60,7 @@ class Action(Value, frozen=True, kw_only=True):
         return f"{self.stage}{self.kind.value}{self.microbatch if self.microbatch >= 0 else ''}"
 
 
+@SESSION.cached(1 << 18)
 def parse_action(text: str) -> Action:
     """`"2F0"` to an action.
 
