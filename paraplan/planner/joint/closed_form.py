@@ -45,11 +45,11 @@ class ClosedForm:
         room = self.room(totals.workspace_bytes, pp) - replicas * keeps.all_bytes / pp
         if room <= 0:
             return math.inf
-        if combination.schedule == "gpipe" or combination.microbatches <= pp:  # all forwards before the first backward
+        flying = min(float(combination.microbatches), schedule.flying(pp, 0, each))
+        if flying == combination.microbatches:  # all forwards before the first backward
             room += replicas * keeps.grad_bytes / pp
         work_s = combination.microbatches * (totals.seconds / pp + each * totals.cut_s)
         held = totals.saved_bytes / pp
-        flying = min(float(combination.microbatches), schedule.flying(pp, 0, each))
         again_s = 0.0
         if held * flying > room:
             extra_s = totals.least_extra_s(room * pp / flying)
