@@ -54,6 +54,9 @@ better, though on the meshes measured never by as much."""
 
 TIGHTER = 3
 """How often one stage is searched in all, for fewer bytes each time, where allocators have no room for its plan."""
+ENOUGH, HALF = 0.02, 0.5
+"""How much slower a plan that allocators have room for may be than the one it is made of for no other to be searched;
+of the time limit, after which none is once there is one."""
 ONE_STAGE_SHARE = 0.8
 """Of what is left of the time, for solving one stage once pipelines were searched."""
 
@@ -271,9 +274,9 @@ def _pipelines_of(
 ) -> tuple[Draft, ...]:
     """The fastest plan of those listed, and what else was planned."""
 
-    def one_stage(pinned: Constraints, proved: bool) -> Draft:
-        alone, needed = msgspec.structs.replace(pinned, pp=1), 0
-        for _ in range(TIGHTER):
+    def one_stage(pinned: Constraints, proved: bool, again: bool = True) -> Draft:
+        alone, needed, fitting = msgspec.structs.replace(pinned, pp=1), 0, list[Draft]()
+        for _ in range(TIGHTER if again else 1):
             try:
                 plan = find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved and not needed).plan
             except NoPlanError:
@@ -281,16 +284,22 @@ def _pipelines_of(
                     raise
                 break
             plan = with_reserved(plan, lower(plan), budget) if reserves else plan
+            made = Draft.of(plan)
             if not reserves or needed_bytes(plan) <= budget:
-                return Draft.of(plan)
-            if roomier := with_room(job, alone, plan, budget, deadline, progress):
-                return min(map(Draft.of, roomier), key=lambda draft: draft.step_s)
-            found.roomless.append(Draft.of(plan))
-            needed = needed_bytes(plan)
-            if deadline.is_over:
+                fitting.append(made)
                 break
-            alone = msgspec.structs.replace(alone, memory_bytes=found.roomless[-1].peak_bytes * budget // needed)
-        raise no_room(needed, budget)
+            roomier = [Draft.of(each) for each in with_room(job, alone, plan, budget, deadline, progress)]
+            fitting += roomier
+            if not roomier:
+                found.roomless.append(made)
+            least_s = min((each.step_s for each in fitting), default=math.inf)
+            if least_s <= (1 + ENOUGH) * made.step_s or deadline.passed_s > (HALF if fitting else 1) * deadline.limit_s:
+                break
+            needed = needed_bytes(plan)
+            alone = msgspec.structs.replace(alone, memory_bytes=made.peak_bytes * budget // needed)
+        if not fitting:
+            raise no_room(needed, budget)
+        return min(fitting, key=lambda draft: draft.step_s)
 
     budget = device_budget(job.cluster, constraints)
     shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))

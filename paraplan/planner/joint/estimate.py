@@ -152,7 +152,7 @@ class Pricer(ClosedForm):
         """
         combination, prices, bounds = estimate.combination, estimate.prices, estimate.bounds
         orders = named_times(combination.schedule, combination.pp, combination.microbatches, combination.each)
-        stages = [self._stage(prices, prices.memory(mesh_shape), each, combination, mesh_shape) for each in bounds]
+        stages = self._stages(combination, prices, mesh_shape, orders, bounds)
         return held_bytes(prices, bounds, stages, orders, estimate.taken or (0,) * len(prices.options))
 
     def _cut(
@@ -165,7 +165,7 @@ class Pricer(ClosedForm):
     ) -> _AtCut:
         """What a combination comes to with its stages cut so."""
         schedule, memory = NAMED[combination.schedule], prices.memory(mesh_shape)
-        whole = tuple(self._stage(prices, memory, bound, combination, mesh_shape) for bound in bounds)
+        whole = self._stages(combination, prices, mesh_shape, orders, bounds)
         at = (PricedPosition(prices, self.room(0, combination.pp)),) * combination.pp
         stages, over, taken = recomputed(at, bounds, whole, orders)
         short = () if over is None else short_of(at, bounds, whole, orders, taken)
@@ -174,42 +174,65 @@ class Pricer(ClosedForm):
         ended_s = step_ended_s(at, bounds, stages, orders, orders.ended(stages))
         if schedule.num_replicas > 1:
             grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in orders.held)
-            ended_s += self.message_s(max(grads), math.prod(mesh_shape))
+            ended_s += self.message_s(max(grads), math.prod(mesh_shape), (0, combination.pp - 1))  # both hold a stage
         step_s = ended_s * (1 + (over or 0) / self.budget / 2)
         return _AtCut(Estimate(combination, step_s, 0, bounds, prices, taken), short)
 
-    def _stage(
+    def _stages(
         self,
-        prices: StagePrices,
-        memory: ChainMemory,
-        bound: tuple[int, int],
         combination: Combination,
+        prices: StagePrices,
         mesh_shape: tuple[int, ...],
-    ) -> StageCosts:
-        first, stop = bound
-        forward_s = sum(prices.forward_s[first:stop]) + prices.cut_forward_s
-        backward_s = sum(prices.backward_s[first:stop]) + prices.cut_backward_s
-        send_s = self._hop_s(prices, stop, combination, mesh_shape)
-        return StageCosts(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            input_grad_s=backward_s / 2,
-            weight_grad_s=backward_s / 2,
-            send_forward_s=send_s,
-            send_backward_s=send_s,
-            activation_bytes=sum(memory.saved_bytes[first:stop]),
-            weight_grad_bytes=deferred_bytes(prices, bound) if NAMED[combination.schedule].splits else 0,
-            fixed_bytes=memory.kept_bytes(first, stop),
-            grad_bytes=memory.gradient_bytes(first, stop),
-            reduced_bytes=memory.reduced(first, stop),
-            gathered_bytes=memory.gathered(first, stop),
+        orders: OrderTimes,
+        bounds: Bounds,
+    ) -> tuple[StageCosts, ...]:
+        """What the stages of a cut take and hold, nothing recomputed."""
+        at = {stage: position for position, mine in enumerate(orders.held) for stage in mine}
+        hops_s = [
+            self._hop_s(prices, stop, combination, mesh_shape, (at[stage], at[stage + 1]))
+            for stage, (_, stop) in enumerate(bounds[:-1])
+        ]
+        ends = zip([*hops_s, 0.0], [0.0, *hops_s], strict=True)
+        memory, splits = prices.memory(mesh_shape), NAMED[combination.schedule].splits
+        return tuple(
+            _stage_costs(prices, memory, bound, hop_s, splits) for bound, hop_s in zip(bounds, ends, strict=True)
         )
 
-    def _hop_s(self, prices: StagePrices, stop: int, combination: Combination, mesh_shape: tuple[int, ...]) -> float:
-        """What a microbatch of what the segments before `stop` make takes to the next position."""
+    def _hop_s(
+        self,
+        prices: StagePrices,
+        stop: int,
+        combination: Combination,
+        mesh_shape: tuple[int, ...],
+        hop: tuple[int, int],
+    ) -> float:
+        """What a microbatch of what the segments before `stop` make takes from a position to another, or its gradient
+        back; nothing where both are one."""
         program, size = prices.sharding.job.program, math.prod(mesh_shape)
-        if not 0 < stop < len(program.segments) or combination.pp == 1:
+        if not 0 < stop < len(program.segments) or hop[0] == hop[1]:
             return 0.0
         kind = program.kinds[program.segments[stop - 1].kind]
         nbytes = sum(kind.graph.values[name].nbytes for name in kind.outputs)
-        return self.message_s(nbytes // (combination.microbatches * size), size)
+        return self.message_s(nbytes // (combination.microbatches * size), size, hop)
+
+
+def _stage_costs(
+    prices: StagePrices, memory: ChainMemory, bound: tuple[int, int], sends_s: tuple[float, float], splits: bool
+) -> StageCosts:
+    first, stop = bound
+    forward_s = sum(prices.forward_s[first:stop]) + prices.cut_forward_s
+    backward_s = sum(prices.backward_s[first:stop]) + prices.cut_backward_s
+    return StageCosts(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        input_grad_s=backward_s / 2,
+        weight_grad_s=backward_s / 2,
+        send_forward_s=sends_s[0],
+        send_backward_s=sends_s[1],
+        activation_bytes=sum(memory.saved_bytes[first:stop]),
+        weight_grad_bytes=deferred_bytes(prices, bound) if splits else 0,
+        fixed_bytes=memory.kept_bytes(first, stop),
+        grad_bytes=memory.gradient_bytes(first, stop),
+        reduced_bytes=memory.reduced(first, stop),
+        gathered_bytes=memory.gathered(first, stop),
+    )

@@ -45,9 +45,10 @@ from paraplan.planner.pipeline.stage_sharding import Shardings
 
 Make = Callable[[Drafting], Draft | Slower]
 """Makes a draft."""
-OneStage = Callable[[Constraints, bool], Draft]
-"""Plans without a pipeline; whether to bound what it is found among."""
-USUAL_SHARE = 0.15
+OneStage = Callable[[Constraints, bool, bool], Draft]
+"""Plans without a pipeline; whether to bound what it is found among; whether to search again for fewer bytes where
+allocators have no room."""
+USUAL_SHARE = 0.25
 """Of the time limit, for plain data parallelism to be planned before all else."""
 MESHES = 6
 """Of one stage, up to which each is solved."""
@@ -202,24 +203,30 @@ class JointSearch:
 
     def _plan_usual(self, one_stage: OneStage) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
-        does not fit, the others may recompute, if one stage has few meshes: there it takes a second."""
+        does not fit in one microbatch, the others may recompute, and tensor parallelism inside nodes is planned too, if
+        one stage has few meshes: there it takes a second."""
         n = self.job.cluster.num_devices
         pinned = self._piped or self.constraints.recompute is not None
         if pinned or not self._meshes_free or self.job.program.batch_size % n:
             return
 
-        def fits(zero: int, recompute: str | None = "none") -> bool:
-            pins = msgspec.structs.replace(self.constraints, dp=n, zero=zero, recompute=recompute)
-            late = self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
-            return not late and self._try(f"dp={n} zero={zero}", pins, partial(one_stage, pins, False)) is not None
+        def fits(recompute: str | None = "none", **degrees: int) -> bool:
+            pins = msgspec.structs.replace(self.constraints, recompute=recompute, **degrees)
+            if self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s:
+                return False
+            what = " ".join(f"{name}={degree}" for name, degree in degrees.items())
+            return self._try(what, pins, partial(one_stage, pins, False, not self.drafts)) is not None
 
-        if fits(1):
-            fits(0)
-            fits(2)
+        if fits(dp=n, zero=1) and self.drafts[-1].sample.num_microbatches == (self.constraints.microbatches or 1):
+            fits(dp=n, zero=0)
+            fits(dp=n, zero=2)
             return
         recompute = None if len(candidate_meshes(self.job, self.constraints)) <= MESHES else "none"
-        if fits(3, recompute):  # which holds least
-            fits(2, recompute)
+        if fits(recompute, dp=n, zero=3):  # which holds least
+            fits(recompute, dp=n, zero=2)
+        node = min(group.devices_per_node for group in self.job.cluster.groups)
+        if recompute is None and n % node == 0:
+            fits(recompute, tp=node) if n == node else fits(recompute, dp=n // node, tp=node)
 
     def _plan_promising(self, estimates: Sequence[Estimate]) -> bool:
         """Plan estimated combinations, the most promising first, until no other promises to be faster; whether all that
@@ -293,7 +300,7 @@ class JointSearch:
             return
         best = min(self.drafts, key=self._whole_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
-            self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify))
+            self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify, True))
             return
         alone = [draft for draft in (*self.drafts, *self.roomless) if len(draft.sample.stages) == 1]
         nearest = min(alone, key=self._whole_s, default=None)
@@ -303,7 +310,9 @@ class JointSearch:
             if self._meshes_free:
                 pinned = msgspec.structs.replace(pinned, mesh=mesh)
             self._try(
-                f"one stage, solved on mesh {'x'.join(map(str, mesh))}", pinned, partial(one_stage, pinned, certify)
+                f"one stage, solved on mesh {'x'.join(map(str, mesh))}",
+                pinned,
+                partial(one_stage, pinned, certify, True),
             )
 
     @property

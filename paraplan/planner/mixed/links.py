@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from paraplan.cost_models.communication.collectives import p2p_s
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.machine.mesh import Mesh, Shard
+from paraplan.ir.machine.mesh import Shard
 from paraplan.planner.mixed.positions import Position
 from paraplan.planner.passes.overlap_products import boundary_layouts
+from paraplan.planner.pipeline.links import message_s, ways
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.rules.time_axis import program_micro
 
@@ -46,7 +46,8 @@ class Handing:
             held = nbytes // (microbatches * source.mesh.size)
         else:
             held = max(self._held_bytes(each, stop - 1, microbatches) for each in (source, target))
-        return message_s(self.cluster, source.mesh, target.mesh, held)
+        ends = [(each.mesh.devices[0], each.mesh.devices[-1]) for each in (source, target)]
+        return message_s(held, ways(self.cluster, *ends))
 
     def _held_bytes(self, position: Position, segment: int, microbatches: int) -> int:
         """What a rank holds of a microbatch of a segment's outputs."""
@@ -71,19 +72,3 @@ class Handing:
                 found.append((kind.graph.values[name].nbytes, axes))
             self._known[key] = prices, tuple(found)  # with the prices, lest another's have their id
         return self._known[key][1]
-
-
-def message_s(cluster: ClusterSpec, source: Mesh, target: Mesh, nbytes: int) -> float:
-    """Seconds of one message between ranks of two meshes: over the slowest of the links of their first and last.
-
-    Args:
-        cluster: of both meshes.
-        source, target: meshes.
-        nbytes: of the message.
-    """
-    found = 0.0
-    for pair in ((source.devices[0], target.devices[0]), (source.devices[-1], target.devices[-1])):
-        level, backend = cluster.span(pair), cluster.group_of(pair[0]).device.backend
-        link = cluster.link(level, pair[0]) if level == "in_node" else cluster.network(pair)
-        found = max(found, p2p_s(nbytes, link, backend, level))
-    return found
