@@ -274,8 +274,8 @@ def _pipelines_of(
 ) -> tuple[Draft, ...]:
     """The fastest plan of those listed, and what else was planned."""
 
-    def one_stage(pinned: Constraints, proved: bool, again: bool = True) -> Draft:
-        alone, needed, fitting = msgspec.structs.replace(pinned, pp=1), 0, list[Draft]()
+    def one_stage(constraints: Constraints, proved: bool, again: bool = True) -> Draft:
+        alone, needed, fitting = msgspec.structs.replace(constraints, pp=1), 0, list[Draft]()
         for _ in range(TIGHTER if again else 1):
             try:
                 plan = find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved and not needed).plan

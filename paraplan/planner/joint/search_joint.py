@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -45,9 +45,22 @@ from paraplan.planner.pipeline.stage_sharding import Shardings
 
 Make = Callable[[Drafting], Draft | Slower]
 """Makes a draft."""
-OneStage = Callable[[Constraints, bool, bool], Draft]
-"""Plans without a pipeline; whether to bound what it is found among; whether to search again for fewer bytes where
-allocators have no room."""
+
+
+class OneStage(Protocol):
+    """Plans without a pipeline."""
+
+    def __call__(self, constraints: Constraints, proved: bool, again: bool = True) -> Draft:
+        """The best found.
+
+        Args:
+            constraints: that it meets.
+            proved: whether to bound what it is found among.
+            again: whether to search for fewer bytes where allocators have no room.
+        """
+        ...
+
+
 USUAL_SHARE = 0.25
 """Of the time limit, for plain data parallelism to be planned before all else."""
 MESHES = 6
@@ -99,6 +112,7 @@ class JointSearch:
     faults: list[ParaplanError] = field(default_factory=list)
     _promise: Promise = field(default_factory=Promise)
     _longer: list[float] = field(default_factory=list)
+    _is_tight: bool = False
     _bound: Bounding | None = None
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
 
@@ -203,30 +217,31 @@ class JointSearch:
 
     def _plan_usual(self, one_stage: OneStage) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
-        does not fit in one microbatch, the others may recompute, and tensor parallelism inside nodes is planned too, if
-        one stage has few meshes: there it takes a second."""
+        does not fit in one microbatch, the others may recompute, if one stage has few meshes: there it takes a second.
+        """
         n = self.job.cluster.num_devices
         pinned = self._piped or self.constraints.recompute is not None
         if pinned or not self._meshes_free or self.job.program.batch_size % n:
             return
 
-        def fits(recompute: str | None = "none", **degrees: int) -> bool:
-            pins = msgspec.structs.replace(self.constraints, recompute=recompute, **degrees)
-            if self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s:
-                return False
-            what = " ".join(f"{name}={degree}" for name, degree in degrees.items())
-            return self._try(what, pins, partial(one_stage, pins, False, not self.drafts)) is not None
+        def fits(zero: int, recompute: str | None = "none") -> bool:
+            late = self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
+            return not late and self._fits(partial(one_stage, again=not self.drafts), recompute, dp=n, zero=zero)
 
-        if fits(dp=n, zero=1) and self.drafts[-1].sample.num_microbatches == (self.constraints.microbatches or 1):
-            fits(dp=n, zero=0)
-            fits(dp=n, zero=2)
+        if fits(1) and self.drafts[-1].sample.num_microbatches == (self.constraints.microbatches or 1):
+            fits(0)
+            fits(2)
             return
-        recompute = None if len(candidate_meshes(self.job, self.constraints)) <= MESHES else "none"
-        if fits(recompute, dp=n, zero=3):  # which holds least
-            fits(recompute, dp=n, zero=2)
-        node = min(group.devices_per_node for group in self.job.cluster.groups)
-        if recompute is None and n % node == 0:
-            fits(recompute, tp=node) if n == node else fits(recompute, dp=n // node, tp=node)
+        self._is_tight = len(candidate_meshes(self.job, self.constraints)) <= MESHES
+        recompute = None if self._is_tight else "none"
+        if fits(3, recompute):  # which holds least
+            fits(2, recompute)
+
+    def _fits(self, one_stage: OneStage, recompute: str | None, **degrees: int) -> bool:
+        """Whether there is a plan of one stage of these degrees."""
+        pins = msgspec.structs.replace(self.constraints, recompute=recompute, **degrees)
+        what = " ".join(f"{name}={degree}" for name, degree in degrees.items())
+        return self._try(what, pins, partial(one_stage, pins, False)) is not None
 
     def _plan_promising(self, estimates: Sequence[Estimate]) -> bool:
         """Plan estimated combinations, the most promising first, until no other promises to be faster; whether all that
@@ -295,12 +310,16 @@ class JointSearch:
     def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best or nearly so, allocators having room for it or not, on
-        its mesh."""
+        its mesh. Under tight memory tensor parallelism inside nodes is planned before: of layouts that take as much
+        work all would have to be fitted to find those that fit with least made again."""
+        node, n = min(group.devices_per_node for group in self.job.cluster.groups), self.job.cluster.num_devices
+        if self._is_tight and n % node == 0 and not self.deadline.is_over:
+            self._fits(one_stage, None, tp=node, **({} if n == node else {"dp": n // node}))
         if self._piped or (self.drafts and self.deadline.is_over):
             return
         best = min(self.drafts, key=self._whole_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
-            self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify, True))
+            self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify))
             return
         alone = [draft for draft in (*self.drafts, *self.roomless) if len(draft.sample.stages) == 1]
         nearest = min(alone, key=self._whole_s, default=None)
@@ -312,7 +331,7 @@ class JointSearch:
             self._try(
                 f"one stage, solved on mesh {'x'.join(map(str, mesh))}",
                 pinned,
-                partial(one_stage, pinned, certify, True),
+                partial(one_stage, pinned, certify),
             )
 
     @property
