@@ -22,6 +22,7 @@ from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.pipeline.cuts.balanced_cuts import Short, cut_balanced
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
+from paraplan.planner.pipeline.links import Handed
 from paraplan.planner.pipeline.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import OrderTimes, named_times
@@ -111,7 +112,7 @@ class Pricer(ClosedForm):
 
     def __init__(self, cluster: ClusterSpec, budget: int, stages: Bounds | None = None) -> None:
         super().__init__(cluster, budget)
-        self.stages = stages
+        self.stages, self._handed = stages, Handed()
 
     def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
         """What a combination comes to; None where its stages cannot be cut.
@@ -207,13 +208,18 @@ class Pricer(ClosedForm):
         hop: tuple[int, int],
     ) -> float:
         """What a microbatch of what the segments before `stop` make takes from a position to another, or its gradient
-        back; nothing where both are one."""
+        back; nothing where both are one. What several ranks hold is sent by each, or in parts that these gather."""
         program, size = prices.sharding.job.program, math.prod(mesh_shape)
         if not 0 < stop < len(program.segments) or hop[0] == hop[1]:
             return 0.0
+        held = self._handed.rank_bytes(prices, stop - 1, combination.microbatches, mesh_shape)
         kind = program.kinds[program.segments[stop - 1].kind]
         nbytes = sum(kind.graph.values[name].nbytes for name in kind.outputs)
-        return self.message_s(nbytes // (combination.microbatches * size), size, hop)
+        part = nbytes // (combination.microbatches * size)
+        whole_s = self.message_s(held, size, hop)
+        if held <= part:
+            return whole_s
+        return min(whole_s, self.message_s(part, size, hop) + self.message_s(held - part, 1, (0, size - 1)))
 
 
 def _stage_costs(

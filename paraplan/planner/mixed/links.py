@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.ir.machine.mesh import Shard
 from paraplan.planner.mixed.positions import Position
-from paraplan.planner.passes.overlap_products import boundary_layouts
-from paraplan.planner.pipeline.links import message_s, ways
-from paraplan.planner.pipeline.stage_prices import StagePrices
-from paraplan.rules.time_axis import program_micro
-
-Outputs = tuple[tuple[int, tuple[int, ...]], ...]
-"""Per output of a segment, bytes of it and the axes of the mesh that shard it."""
+from paraplan.planner.pipeline.links import Handed, message_s, ways
 
 
 class Handing:
@@ -24,8 +15,7 @@ class Handing:
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
-        self.cluster = cluster
-        self._known: dict[tuple[int, int], tuple[StagePrices, Outputs]] = {}
+        self.cluster, self._handed = cluster, Handed()
 
     def hop_s(self, source: Position, target: Position, stop: int, microbatches: int) -> float:
         """Seconds of a microbatch of what the segments before `stop` make, from one position to another.
@@ -45,30 +35,7 @@ class Handing:
             nbytes = sum(kind.graph.values[name].nbytes for name in kind.outputs)
             held = nbytes // (microbatches * source.mesh.size)
         else:
-            held = max(self._held_bytes(each, stop - 1, microbatches) for each in (source, target))
+            both = (source, target)
+            held = max(self._handed.rank_bytes(each.prices, stop - 1, microbatches, each.mesh.shape) for each in both)
         ends = [(each.mesh.devices[0], each.mesh.devices[-1]) for each in (source, target)]
         return message_s(held, ways(self.cluster, *ends))
-
-    def _held_bytes(self, position: Position, segment: int, microbatches: int) -> int:
-        """What a rank holds of a microbatch of a segment's outputs."""
-        shape = position.mesh.shape
-        return sum(
-            nbytes // (microbatches * math.prod(shape[axis] for axis in axes))
-            for nbytes, axes in self._outputs(position.prices, segment)
-        )
-
-    def _outputs(self, prices: StagePrices, segment: int) -> Outputs:
-        """Per output of a segment, its bytes and the axes that shard it."""
-        plan = prices.sharding.whole
-        program = plan.program
-        kind = program.kinds[program.segments[segment].kind]
-        key = (id(prices), program.segments[segment].kind)
-        if key not in self._known:
-            layouts = boundary_layouts(plan, program_micro(program, plan.num_microbatches).segments)
-            found = []
-            for name, outer in zip(kind.outputs, program.segments[segment].outputs, strict=True):
-                layout = layouts.get(outer, ())
-                axes = tuple(axis for axis, place in enumerate(layout[1:]) if isinstance(place, Shard))
-                found.append((kind.graph.values[name].nbytes, axes))
-            self._known[key] = prices, tuple(found)  # with the prices, lest another's have their id
-        return self._known[key][1]

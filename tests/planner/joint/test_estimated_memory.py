@@ -46,7 +46,10 @@ def _job(name: str) -> Job:
 @pytest.mark.parametrize("takes", ["nothing", "all", "some"])
 @pytest.mark.parametrize(
     ("schedule", "each", "count"),
-    [("1f1b", 1, 8), ("gpipe", 1, 4), ("zb-h1", 1, 8), ("zb-v", 2, 8), ("interleaved", 2, 2), ("interleaved", 3, 8)],
+    [
+        *(("1f1b", 1, 8), ("gpipe", 1, 4), ("zb-h1", 1, 8), ("zb-v", 2, 8), ("interleaved", 2, 2)),
+        *(("interleaved", 3, 8), ("interleaved-zb", 3, 8), ("zb-v-lean", 2, 8), ("1f1b-zb", 1, 8)),
+    ],
 )
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_positions_hold_what_they_are_estimated_to(name: str, schedule: str, each: int, count: int, takes: str) -> None:
