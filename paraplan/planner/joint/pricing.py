@@ -49,6 +49,8 @@ GAP = 1e-2
 """Of the work of a sharding that is priced, what it may be above the least."""
 LEAN_GAP = 2e-2
 """Likewise of one that is to keep no more than so much."""
+SMALL = 16
+"""Devices up to which positions of one are priced first."""
 USUAL = 16
 """Microbatches, or near as many, at which shardings are chosen: what a step does once does not count for more than in
 a pipeline, where it goes on beside other microbatches."""
@@ -116,6 +118,9 @@ class Pricing:
             needed.setdefault(self.kind(combination), []).append(combination)
         ways = ways_of(needed, usual_samples(self.job.program))
         waiting = [pair for pair in itertools.chain(*itertools.zip_longest(*map(steps_of, ways))) if pair is not None]
+        alone = [at for at, (kind, _) in enumerate(waiting) if kind[1] == 1 and kind[2]]
+        if alone and self.job.cluster.num_devices <= SMALL:  # positions of a device have no shardings to choose among
+            waiting.insert(0, waiting.pop(alone[0]))
         while waiting and not (self.prices and self._late):
             batch: list[tuple[Kind, Way]] = []
             for kind, way in tuple(waiting):
