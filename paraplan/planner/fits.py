@@ -35,6 +35,7 @@ from paraplan.ir.plan import Certificate, Plan, Prediction
 from paraplan.ir.plan_words import plan_words
 from paraplan.ir.process.garbage import seldom_collected
 from paraplan.ir.sizes import say_size
+from paraplan.planner.allowing import allowing
 from paraplan.planner.alternatives.tried import kept, planned, unreserved
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
@@ -88,7 +89,8 @@ def search_room(
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
     try:
-        return among_groups((_search_room, _mixed_room), job, constraints, time_limit_s, progress, certify)
+        searches = partial(allowing, _search_room), _mixed_room
+        return among_groups(searches, job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
 

@@ -1,0 +1,69 @@
+"""Allowing more is never worse: where things may leave the device and need not, plans of which nothing does come first.
+
+Options to put states, parameters and activations on tiers multiply what a search looks at, and within a time limit it
+looks at less of each. So it begins with plans that keep everything, which have a part of the time, and goes on with
+all. The faster is given; what is proved is of all.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+
+from paraplan.ir.errors import NoPlanError
+from paraplan.planner.assemble import Job
+from paraplan.planner.best_plan import BestPlan, Progress
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.options.placements import ON_DEVICE
+
+KEPT_SHARE = 0.6
+"""Of the time, for plans that keep everything on the device."""
+
+
+class Search(Protocol):
+    """A search for the fastest plan."""
+
+    def __call__(
+        self, job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool
+    ) -> BestPlan: ...
+
+
+def allowing(
+    search: Search, job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool
+) -> BestPlan:
+    """The fastest plan that a search finds, not slower than what it finds where nothing leaves the device.
+
+    Args:
+        search: with these arguments.
+        job, constraints, time_limit_s, progress, certify: as of `search.search`.
+    Raises:
+        ConstraintError, InfeasibleError, SolverLimitError: as of the search of all plans.
+    """
+    kept = msgspec.structs.replace(constraints.placed(ON_DEVICE), offload="none")
+    if constraints.pins_away or (kept.places == constraints.places and not constraints.tiers):
+        return search(job, constraints, time_limit_s, progress, certify)
+    deadline, first = Deadline(time_limit_s), None
+    with suppress(NoPlanError):
+        first = search(job, kept, KEPT_SHARE * time_limit_s, progress, False)
+    try:
+        found = search(job, constraints, max(time_limit_s - deadline.passed_s, 0.0), progress, certify)
+    except NoPlanError:
+        if first is None:
+            raise
+        return first
+    if first is None or found.step_s <= first.step_s:
+        return found
+    plan, known = first.plan, found.plan.certificate
+    if known is not None:
+        bound_s = min(known.bound_s, first.step_s)
+        certificate = msgspec.structs.replace(
+            known, status="feasible", bound_s=bound_s, gap=(first.step_s - bound_s) / first.step_s
+        )
+        plan = msgspec.structs.replace(plan, certificate=certificate)
+    note = f"nothing leaves the device: of plans of which something does the fastest found takes {found.step_s:.4g} s"
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, note), tried=(*plan.tried, *found.plan.tried))
+    return replace(first, plan=plan, solve_s=first.solve_s + found.solve_s, total_s=deadline.passed_s)
