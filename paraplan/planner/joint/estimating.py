@@ -12,7 +12,7 @@ from paraplan.ir.errors import ParaplanError
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, EstimateNumbers, Pricer
-from paraplan.planner.joint.pricing import Packed, Pricing
+from paraplan.planner.joint.pricing import USUAL, Packed, Pricing
 from paraplan.planner.pipeline.stage_prices import StagePrices
 
 ESTIMATED, FEWEST = 40, 20
@@ -21,6 +21,8 @@ ALIKE = 0.03
 """How much longer than in its best sharding a combination may take in another for that to be estimated as well."""
 ESTIMATED_SHARE = 0.55
 """Of the time limit, after which nothing else is estimated."""
+OWN, OWN_SHARE = 2, 0.6
+"""Kinds whose best pipelines have shardings chosen for their own microbatches; of the time limit, after which not."""
 BATCH = 10
 """Combinations handed out at once."""
 
@@ -56,10 +58,29 @@ def estimate_best(
         if first >= FEWEST and pricing.deadline.passed_s > ESTIMATED_SHARE * pricing.deadline.limit_s:
             break
         found += _batch(pricing, best[first : first + BATCH], faults, share)
+    found += _own(pricing, found, best_s, faults, share)
     ranked: dict[Combination, Estimate] = {}
     for estimate in sorted(found, key=lambda each: each.rank):
         ranked.setdefault(estimate.combination, estimate)
     return list(ranked.values())
+
+
+def _own(
+    pricing: Pricing, found: Sequence[Estimate], best_s: float, faults: list[ParaplanError], share: float
+) -> list[Estimate]:
+    """The best pipelines, of two kinds, in shardings that are chosen for their own microbatches."""
+    best: dict[object, Combination] = {}
+    for estimate in sorted(found, key=lambda each: each.rank):
+        combination = estimate.combination
+        if combination.pp > 1 and math.isfinite(estimate.step_s) and combination.microbatches != USUAL:
+            best.setdefault(pricing.kind(combination), combination)
+    own = list(best.values())[:OWN]
+    if not own or pricing.deadline.passed_s > OWN_SHARE * pricing.deadline.limit_s:
+        return []
+    pricing.progress(f"shardings for their own microbatches: {'; '.join(each.text for each in own)}")
+    new = {id(prices) for prices in pricing.price_own(own, best_s)}
+    pairs = [(each, prices) for each in own for prices in pricing.of(each) if id(prices) in new]
+    return _batch(pricing, pairs, faults, share)
 
 
 def _batch(
@@ -96,7 +117,7 @@ def numbers_of(
         known: all that were priced for it.
         share: of the budget, what it is to hold at most.
     """
-    if not pricing.of(combination):
+    if len(pricing.of(combination)) < len(known):
         part = pricing.position(combination)[0]
         pricing.prices[pricing.kind(combination)] = tuple(each.prices(part) for each in known)
     prices = pricing.of(combination)[at]

@@ -161,6 +161,28 @@ class Pricing:
         if self.workers.lost > lost:
             self.progress("a worker process ended; its part is priced here")
 
+    def price_own(self, combinations: Sequence[Combination], best_s: float = math.inf) -> list[StagePrices]:
+        """Shardings chosen for combinations' own microbatches, where those of their kinds were chosen for others; all
+        that are new, which are among the prices of the kinds from now on.
+
+        Args:
+            combinations: of kinds that were priced.
+            best_s: the shortest step known.
+        """
+        tasks = [(each, [each], best_s) for each in combinations]
+        if self.workers is not None and self.workers.has_idle:
+            made = self.workers.map(packed_prices, tasks, self)
+        else:
+            made = [packed_prices(self, *task) for task in tasks]
+        found: list[StagePrices] = []
+        for combination, packed in zip(combinations, made, strict=True):
+            kind, part = self.kind(combination), self.position(combination)[0]
+            known = [_layouts(each.sharding.decisions) for each in self.prices[kind]]
+            new = [each.prices(part) for each in packed if _layouts(each.decisions) not in known]
+            self.prices[kind] = (*self.prices[kind], *new)
+            found += new
+        return found
+
     def _is_known(self, combination: Combination, combinations: Sequence[Combination]) -> bool:
         """Whether another search has priced it in this process, for as many positions."""
         try:
@@ -297,6 +319,11 @@ def _priced_front(
     """The front of shardings, priced: once for all searches that ask for the same on equal devices."""
     known = _FRONTS.get(_front_key(part, inner, mesh, microbatches, flying), _Front)
     return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, SHARES, flying))
+
+
+def _layouts(decisions: Decisions) -> tuple[object, ...]:
+    """What decisions say of layouts alone."""
+    return decisions.ops, decisions.input_grads, decisions.params, decisions.batch
 
 
 def _fewest(combinations: Sequence[Combination]) -> int:
