@@ -42,6 +42,7 @@ from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.one_stage.roomier import gathering_later, needed_bytes, with_room
@@ -84,13 +85,15 @@ def search_room(
             predicted and not looked at.
         time_limit_s: for all of it.
     Raises:
-        ConstraintError, InfeasibleError: as by `search`.
+        ConstraintError, InfeasibleError, KeyboardInterrupt: as by `search`.
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
     try:
         return among_groups((_search_room, _mixed_room), job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
+    except KeyboardInterrupt as fault:
+        return interrupted_plan(fault)
 
 
 @seldom_collected()
@@ -105,24 +108,38 @@ def _search_room(
     time_limit_s = deadline.limit_s
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
     first_s = (FIRST if looks else 1.0) * time_limit_s
+    budget = device_budget(job.cluster, constraints)
     try:
         first = find(job, constraints, first_s, progress, certify, reserves=looks)
+    except KeyboardInterrupt as fault:
+        raise Interrupted(_fitting(found_until(fault, BestPlan), budget, looks)) from None
     except SolverLimitError:
         lean = _fallen_back(job, constraints, first_s, progress)
         if lean is None:
             raise
         return _timed(lean, deadline)
-    budget = device_budget(job.cluster, constraints)
     tries = [_with_reserved(first, budget)]
     if not looks or needed_bytes(tries[0].plan) <= budget:
         return _timed(tries[0], deadline)
     try:
         return _timed(_for_fewer(job, constraints, tries, deadline, progress), deadline)
+    except KeyboardInterrupt as fault:
+        fitting = _fitting([*found_until(fault, BestPlan), *tries], budget, looks)
+        raise Interrupted([_last_of([tries[0], each]) for each in fitting]) from None
     except SolverLimitError:
         lean = _fallen_back(job, constraints, first_s, progress)
         if lean is None:
             raise
         return _timed(_last_of([*tries, lean]), deadline)
+
+
+def _fitting(found: Sequence[BestPlan], budget: int, looks: bool) -> list[BestPlan]:
+    """Of plans found until an interrupt the fastest that allocators have room for, or another one made on its way."""
+    made = [_with_reserved(each, budget) for each in found]
+    fitting = [each for each in made if not looks or needed_bytes(each.plan) <= budget]
+    if not fitting:
+        fitting = [other for each in made[:1] for other in _with_room(each, budget, math.inf)]
+    return sorted(fitting, key=lambda each: each.step_s)[:1]
 
 
 def _mixed_room(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool) -> BestPlan:
@@ -154,15 +171,18 @@ def _for_fewer(
     budget = device_budget(job.cluster, constraints)
     near = on_the_same_mesh(constraints, tries[0].plan)
     near = near if near.mesh != constraints.mesh else constraints
-    roomier = with_room(job, constraints, tries[0].plan, budget, deadline, progress)
-    fitting = [*_with_room(tries[0], budget), *(replace(tries[0], plan=plan, others=()) for plan in roomier)]
     rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
-    if constraints.microbatches is None and not (fitting and deadline.is_over):
-        fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
-    if _is_worse(fitting, tries[0], WORSE if deadline.is_over else 1 + ENOUGH):
-        fitting += rounds.fitting(near)
-    if near is not constraints and _is_worse(fitting, tries[0]):
-        fitting += rounds.fitting(constraints)
+    fitting: list[BestPlan] = []
+    with handing_on(fitting):
+        fitting += _with_room(tries[0], budget)
+        roomier = with_room(job, constraints, tries[0].plan, budget, deadline, progress)
+        fitting += [replace(tries[0], plan=plan, others=()) for plan in roomier]
+        if constraints.microbatches is None and not (fitting and deadline.is_over):
+            fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
+        if _is_worse(fitting, tries[0], WORSE if deadline.is_over else 1 + ENOUGH):
+            fitting += rounds.fitting(near)
+        if near is not constraints and _is_worse(fitting, tries[0]):
+            fitting += rounds.fitting(constraints)
     fitting = fitting or _with_room(tries[0], budget, math.inf)
     if fitting:
         best = min(fitting, key=lambda each: _predicted(each.plan).step_s)

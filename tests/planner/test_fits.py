@@ -31,6 +31,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.fits import search_room
+from paraplan.planner.interrupts import NOTE, Interrupted
 from paraplan.planner.one_stage.roomier import needed_bytes
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.schedules.full_rounds import programs_of
@@ -215,6 +216,35 @@ def test_pipelines_are_such_that_allocators_have_room() -> None:
 
 def _reserved(draft: Draft, room: int) -> int:
     return max(reserved_of(draft.sample, lower(draft.sample), room))
+
+
+def test_an_interrupt_while_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another plan of the first search is given, if allocators have room for it; else there is none to give."""
+    first, other = (
+        search_room(job(2 * roomy_peak()), Constraints(dp=2, recompute="none", microbatches=count)).plan
+        for count in (1, 2)
+    )
+    memory, pins = needed_bytes(other), Constraints(dp=2, recompute="none")
+    assert memory < needed_bytes(first)
+    asked: list[int | None] = []
+
+    def searched(job: Job, constraints: Constraints, *_: object, **__: object) -> BestPlan:
+        asked.append(constraints.memory_bytes)
+        if len(asked) == ends:
+            raise Interrupted([BestPlan(first, 0.0, 0.0, tuple(map(Draft.of, others)))] * (ends == 1))
+        return BestPlan(first, 0.0, 0.0, tuple(map(Draft.of, others)))
+
+    monkeypatch.setattr(room_module, "find", searched)
+    monkeypatch.setattr(room_module, "ENOUGH", -1.0)
+    for ends, others in ((1, [first, other]), (2, [first, other]), (1, [first]), (2, [first])):
+        asked.clear()
+        if other in others:
+            found = search_room(job(memory), pins)
+            assert found.is_interrupted and needed_bytes(found.plan) <= memory and NOTE in found.plan.notes
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                search_room(job(memory), pins)
+        assert len(asked) == ends
 
 
 def test_no_plan_has_room_as_reserved() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from paraplan.ir.errors import InfeasibleError, NoPlanError, ParaplanError, SolverLimitError
+from paraplan.ir.errors import NoPlanError, ParaplanError
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.process.cores import num_cores
 from paraplan.ir.process.workers import Workers
@@ -28,13 +28,14 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.interrupts import found_until
 from paraplan.planner.joint.bounding.proving import Bounding, bound_of
-from paraplan.planner.joint.bounding.relaxations import fits_nowhere
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.drafting import Drafting, PlanningEffort
-from paraplan.planner.joint.drafting_beside import Drafted, PackedEstimate, drafted_beside, received
+from paraplan.planner.joint.drafting_beside import PackedEstimate, drafted_beside, received_from
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
+from paraplan.planner.joint.nothing_found import nothing_found
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.joint.promise import FIRST_SLACK, Promise
 from paraplan.planner.pipeline.draft import Draft
@@ -61,9 +62,8 @@ SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 SHARED = 2.0
 """How much longer a draft may take where others are made beside it."""
-INTERRUPTED = "interrupted"
 LATE = "others not in time"
-"""Said where a search was, and where a pipeline would have been planned, were there time for so many microbatches."""
+"""Said where a pipeline would have been planned, were there time for so many microbatches."""
 LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
 it."""
@@ -82,6 +82,7 @@ class JointSearch:
         deadline: of all of it.
         reserves: whether allocators have to have room for its pipelines.
         workers: that price beside this process; None for none.
+        is_interrupted: whether an interrupt ended it.
     """
 
     job: Job
@@ -91,6 +92,7 @@ class JointSearch:
     deadline: Deadline
     reserves: bool = False
     workers: Workers | None = None
+    is_interrupted: bool = False
     drafts: list[Draft] = field(default_factory=list)
     roomless: list[Draft] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
@@ -137,11 +139,9 @@ class JointSearch:
             self._make_fastest()
             self._solve_one_stage(one_stage, certify)
             self.drafts = self.drafts or self.roomless  # for which room is to be made
-        except KeyboardInterrupt:
-            if not self.drafts:
-                raise
-            self.words.append(INTERRUPTED)
-        self._make_fastest()
+            self._make_fastest()
+        except KeyboardInterrupt as fault:
+            self._end(fault)
         if not self.drafts:
             raise self._nothing()
         note = (
@@ -151,6 +151,19 @@ class JointSearch:
         tried = kept(self.tried)
         best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=self._whole_s))
         return (Draft.of(self._certified(best, listed)) if certify else best), *others
+
+    def _end(self, fault: KeyboardInterrupt) -> None:
+        """Make the best of the plans so far whole; interrupted once more, keep those that are."""
+        for draft in found_until(fault, Draft):
+            self.drafts.append(draft)
+            self._drafted[id(draft)] = "one stage", None, {}
+        try:
+            self._make_fastest()
+        except KeyboardInterrupt:
+            self.drafts = [draft for draft in self.drafts if draft.plan is not None]
+        if not self.drafts:
+            raise fault
+        self.is_interrupted = True
 
     def _make_fastest(self) -> None:
         """Make drafts whole until the fastest of all is: of those that are not it is known what they hardly take less
@@ -190,11 +203,15 @@ class JointSearch:
         """The plan with what is proved of every combination; with its own certificate where that is nothing, and where
         the plan is outside of the space and faster."""
         plan, cut = best.made(), best.cut
-        if self._bound is None or (len(cut) > 1 and self._bound.cut != cut):
-            self._bound = None if INTERRUPTED in self.words else self._bounding(listed)
-        if self._bound is None:
+        try:
+            if not self.is_interrupted and (self._bound is None or (len(cut) > 1 and self._bound.cut != cut)):
+                self._bound = self._bounding(listed)
+            if self._bound is None or self.is_interrupted:
+                return plan
+            (bound_s, spread), mesh = self._bound.answer(), plan.stages[0].mesh.shape
+        except KeyboardInterrupt:
+            self.is_interrupted = True
             return plan
-        (bound_s, spread), mesh = self._bound.answer(), plan.stages[0].mesh.shape
         is_listed = any(each.mesh in ((), mesh) and each.microbatches == plan.num_microbatches for each in listed)
         if is_listed or bound_s <= self.best_s:
             return certified_in_space(plan, bound_s, len(listed), spread)
@@ -268,19 +285,13 @@ class JointSearch:
             self.progress(f"beside: {each.combination.text} ({each.step_s:.4g} s estimated)")
             task = PackedEstimate.of(each, self.pricing), self.best_s, self.reserves
             answer = self.workers.begin(drafted_beside, task, self.pricing)
-            found.append((each, partial(_received, answer)))
+            found.append((each, partial(received_from, answer)))
         return found
 
     def _nothing(self) -> ParaplanError:
         """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
-        faults = [*self.pricing.faults, *self.faults]
-        said = [each for each in faults if isinstance(each, NoPlanError)]
-        if not said:
-            return faults[-1]
-        fault = said[0] if self._piped else said[-1]
-        more = f"; nor was anything found of {len(self.words)} tried: {'; '.join(self.words)}"
-        kind = InfeasibleError if fits_nowhere(self.job, self.constraints, self.budget) else SolverLimitError
-        return kind(f"{fault}{more}", lambda: f"{fault.explained()}{more}")
+        faults = *self.pricing.faults, *self.faults
+        return nothing_found(self.job, self.constraints, self.budget, faults, self.words, self._piped)
 
     def _hoped_s(self, estimate: Estimate) -> float:
         return self._promise.hoped_s(estimate, self.pricing.kind(estimate.combination))
@@ -367,10 +378,6 @@ class JointSearch:
             self._drafted[id(draft)] = estimate.combination.text, step_s, {}
         if step_s is not None and (found_s is not None or isinstance(self.faults[-1], NoPlanError)):
             self._promise.planned(estimate, self.pricing.kind(estimate.combination), found_s)
-
-
-def _received(answer: Callable[[], Drafted], drafting: Drafting) -> Draft | Slower:
-    return received(answer(), drafting)
 
 
 def search_joint(
