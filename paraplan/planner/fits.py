@@ -45,6 +45,8 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
+from paraplan.planner.one_stage.all_sharded import all_sharded
+from paraplan.planner.one_stage.on_mesh import MOST_LATE
 from paraplan.planner.one_stage.roomier import gathering_later, needed_bytes, with_room
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -61,6 +63,8 @@ ENOUGH = 0.02
 """How much slower than the first a plan may be for no other microbatches to be searched."""
 LATE = 2
 """Searches begun after the time is over."""
+RESORTS = 2
+"""Plans that need least memory which are made however late it is, where nothing else was found."""
 OTHERS = 4
 """Plans made on the way that are looked at."""
 WORSE = 1.2
@@ -114,7 +118,7 @@ def _search_room(
     except KeyboardInterrupt as fault:
         raise Interrupted(_fitting(found_until(fault, BestPlan), budget, looks)) from None
     except SolverLimitError:
-        lean = _fallen_back(job, constraints, first_s, progress)
+        lean = _fallen_back(job, constraints, deadline, progress)
         if lean is None:
             raise
         return _timed(lean, deadline)
@@ -127,7 +131,7 @@ def _search_room(
         fitting = _fitting([*found_until(fault, BestPlan), *tries], budget, looks)
         raise Interrupted([_last_of([tries[0], each]) for each in fitting]) from None
     except SolverLimitError:
-        lean = _fallen_back(job, constraints, first_s, progress)
+        lean = _fallen_back(job, constraints, deadline, progress)
         if lean is None:
             raise
         return _timed(_last_of([*tries, lean]), deadline)
@@ -147,16 +151,24 @@ def _mixed_room(job: Job, constraints: Constraints, time_limit_s: float, progres
     return find_mixed(job, constraints, time_limit_s, progress, certify, reserves=looks)
 
 
-def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: Progress) -> BestPlan | None:
-    """The plan of least memory, on one device, where that fits."""
+def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progress: Progress) -> BestPlan | None:
+    """A plan of least memory, where one fits: on one device in an order of ops of its own, on several with everything
+    sharded and made again."""
     started = time.perf_counter()
+    budget = device_budget(job.cluster, constraints)
+    progress("nothing found fits; planning for as little memory as can be")
+    for number, pins in enumerate(all_sharded(job, constraints)):
+        if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
+            break
+        with suppress(NoPlanError, ConstraintError):
+            found = _with_reserved(find(job, pins, deadline.share_s(EACH), progress, certify=False), budget)
+            if constraints.reserve_bytes == 0 or needed_bytes(found.plan) <= budget:
+                return found
     job = prepared(job, constraints)
     mesh = candidate_meshes(job, constraints)[0]
     if not orders_freely(mesh, constraints):
         return None
-    progress("nothing found fits; planning for as little memory as can be")
-    budget = device_budget(job.cluster, constraints)
-    lean = leanest(job, mesh, constraints, lean_time_s(limit_s), budget)
+    lean = leanest(job, mesh, constraints, lean_time_s(deadline.limit_s), budget)
     if lean is None or lean.held_bytes > budget:
         return None
     seconds = time.perf_counter() - started

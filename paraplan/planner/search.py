@@ -25,7 +25,7 @@ from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.certificate import certified, certified_alike
-from paraplan.planner.checks import check_rates, check_tiers, with_states
+from paraplan.planner.checks import check_rates, check_room, check_tiers, with_states
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
 from paraplan.planner.deadline import Deadline
@@ -112,6 +112,7 @@ def find(
     deadline = Deadline(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
     job, constraints, unpriced = _checked(job, constraints)
+    check_room(job, constraints, device_budget(job.cluster, constraints), time_limit_s)
     listed = _combinations(job, constraints) if constraints.pp != 1 else []
     if any(each.pp > 1 for each in listed):
         (best, *others), is_interrupted = _pipelines_of(job, constraints, listed, deadline, progress, certify, reserves)

@@ -275,7 +275,7 @@ def test_the_budget_that_an_error_advises_does() -> None:
 
 
 def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes six seconds: of ten, two begin in time, and at most two short ones after it."""
+    """Each takes six seconds: of ten, two begin in time, at most two short ones after it, and one for least memory."""
     now, given = [0.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -288,7 +288,7 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     tight = job(int(0.85 * roomy_peak()))
     with pytest.raises(SolverLimitError, match=r"the time limit of 10 s ran out"):
         search_room(tight, Constraints(**PINS), time_limit_s=10.0)
-    assert given[:3] == [7.0, 2.0, 2.0] and len(given) <= 4  # a fifth each at least, however late
+    assert given[:3] == [7.0, 2.0, 2.0] and len(given) <= 5  # a fifth each at least, however late
     given.clear()
     found = search_room(job(1 << 40), Constraints(**PINS), time_limit_s=10.0)
     assert given == [7.0] and not any("ran out" in note for note in found.plan.notes)

@@ -54,8 +54,9 @@ MESHES = 6
 """Of one stage, up to which each is solved."""
 NEARLY = 1.02
 """How much slower than the best a plan of one stage may be for its mesh to be solved."""
-MOST = 4
-"""Pipelines planned one after another without one being faster than the best, after which no other is."""
+MOST, GRACE = 4, 1.4
+"""Pipelines planned one after another without one being faster than the best, after which no other is; times the limit,
+after which one in vain is enough."""
 LEANER = (1.0, 0.9, 0.75, 0.5)
 """Of the budget, what pipelines are estimated for, one after another as long as some that were to fit do not."""
 SHORT = 0.02
@@ -143,7 +144,8 @@ class JointSearch:
         except KeyboardInterrupt as fault:
             self._end(fault)
         if not self.drafts:
-            raise self._nothing()
+            faults = *self.pricing.faults, *self.faults
+            raise nothing_found(self.job, self.constraints, self.budget, faults, self.words, self._piped)
         note = (
             f"{len(estimates)} pipelines were estimated ({len(self.pricing.prices)} kinds of stages priced), of which "
             f"the fastest were planned: {'; '.join(self.words)}"
@@ -254,7 +256,8 @@ class JointSearch:
             in_time = [each for each in waiting if effort.seconds(each.combination) <= left_s]
             if len(in_time) < len(waiting) and LATE not in self.words:
                 self.words.append(LATE)
-            if not in_time and (self.drafts or in_vain >= MOST):
+            enough = MOST if self.deadline.passed_s < GRACE * self.deadline.limit_s else 1
+            if not in_time and (self.drafts or in_vain >= enough):
                 return True
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):
@@ -288,11 +291,6 @@ class JointSearch:
             found.append((each, partial(received_from, answer)))
         return found
 
-    def _nothing(self) -> ParaplanError:
-        """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
-        faults = *self.pricing.faults, *self.faults
-        return nothing_found(self.job, self.constraints, self.budget, faults, self.words, self._piped)
-
     def _hoped_s(self, estimate: Estimate) -> float:
         return self._promise.hoped_s(estimate, self.pricing.kind(estimate.combination))
 
@@ -300,7 +298,7 @@ class JointSearch:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best or nearly so, allocators having room for it or not, on
         its mesh."""
-        if self._piped or (self.drafts and self.deadline.is_over):
+        if self._piped or self.deadline.is_over:
             return
         best = min(self.drafts, key=self._whole_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:

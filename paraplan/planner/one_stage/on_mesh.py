@@ -94,8 +94,9 @@ def with_other_counts(
     counts = other_counts(job.program, constraints, mesh)
 
     def tried(count: int) -> list[Candidate]:
-        is_long = count * len(job.program.segments) > MOST_CALLS or deadline.passed_s > MOST_LATE * deadline.limit_s
-        if clock.is_over and (found or count != counts[-1] or is_long):
+        is_long = count * len(job.program.segments) > MOST_CALLS
+        is_late = deadline.passed_s > MOST_LATE * deadline.limit_s
+        if is_late or (clock.is_over and (found or count != counts[-1] or is_long)):
             failures.append(not_tried(mesh, count))
             return []
         with handing_on(found):
