@@ -18,6 +18,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.interrupts import handing_on
 from paraplan.planner.options.placements import ON_DEVICE
 
 KEPT_SHARE = 0.6
@@ -50,7 +51,8 @@ def allowing(
     with suppress(NoPlanError):
         first = search(job, kept, KEPT_SHARE * time_limit_s, progress, False)
     try:
-        found = search(job, constraints, max(time_limit_s - deadline.passed_s, 0.0), progress, certify)
+        with handing_on([] if first is None else [first]):
+            found = search(job, constraints, max(time_limit_s - deadline.passed_s, 0.0), progress, certify)
     except NoPlanError:
         if first is None:
             raise

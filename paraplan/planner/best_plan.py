@@ -19,12 +19,14 @@ class BestPlan:
         plan: the best.
         solve_s, total_s: solver seconds, and all seconds.
         others: what else was found on the way, the fastest first.
+        is_interrupted: whether the search was ended by an interrupt.
     """
 
     plan: Plan
     solve_s: float
     total_s: float
     others: tuple[Draft, ...] = ()
+    is_interrupted: bool = False
 
     @property
     def step_s(self) -> float:

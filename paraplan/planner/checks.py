@@ -1,17 +1,24 @@
-"""What is looked at before a search: rates and tiers of the cluster, and where states may be if nothing was said."""
+"""What is looked at before a search: a cluster's rates, tiers and room, and where states may be if nothing is said."""
 
 from __future__ import annotations
 
 import itertools
 
+import msgspec
+
 from paraplan.cost_models.machine.catalog import devices_with
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.errors import ConstraintError, InfeasibleError
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.model.tensor import FLOATS8
 from paraplan.ir.option_words import OptionValue
+from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.decision_classes import largest_param
+from paraplan.planner.joint.bounding.relaxations import fits_nowhere, kept_bytes
 from paraplan.planner.options.placements import ANY, ANYWHERE, ON_DEVICE
+from paraplan.planner.passes.leanest import what_would_do
+from paraplan.planner.pipeline.meshes import candidate_meshes
 
 
 def with_states(job: Job, constraints: Constraints) -> tuple[Constraints, tuple[str, ...]]:
@@ -78,3 +85,30 @@ def check_tiers(job: Job, constraints: Constraints) -> None:
                 "{}: {} describes no room on {} for every device; give its groups {}",
                 *(pinned, job.cluster.name, tier, field),
             )
+
+
+def check_room(job: Job, constraints: Constraints, budget: int, limit_s: float) -> None:
+    """Parameters and states have room, were they sharded over all devices.
+
+    Args:
+        job, constraints: what is planned, with where states may be.
+        budget: bytes a device may hold.
+        limit_s: of the search, of which a part is for what is advised once the fault is explained.
+    Raises:
+        InfeasibleError: they have none.
+    """
+    if not fits_nowhere(job, constraints, budget):
+        return
+    n = job.cluster.num_devices
+    each = -int(-kept_bytes(job, False) // n)
+    need = f"{say_size(each)}, {say_size(each - budget)} are missing whatever is recomputed"
+    alone = msgspec.structs.replace(constraints, pp=1, schedule=None, stages=None)
+    over = f", sharded over all {n} devices," if n > 1 else ""
+    said = (
+        f"no sharding fits {say_size(budget)} per device: parameters and optimizer states alone{over} take at least "
+        f"{need}; {largest_param(job.program)}; "
+        "let states and parameters leave the device (offload='host'), use more devices, or devices with more memory"
+    )
+    raise InfeasibleError(
+        said, lambda: said + (what_would_do(job, candidate_meshes(job, alone)[0], alone, limit_s) if n == 1 else "")
+    )

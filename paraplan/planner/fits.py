@@ -43,8 +43,11 @@ from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
+from paraplan.planner.one_stage.all_sharded import all_sharded
+from paraplan.planner.one_stage.on_mesh import MOST_LATE
 from paraplan.planner.one_stage.roomier import gathering_later, needed_bytes, with_room
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -61,6 +64,8 @@ ENOUGH = 0.02
 """How much slower than the first a plan may be for no other microbatches to be searched."""
 LATE = 2
 """Searches begun after the time is over."""
+RESORTS = 2
+"""Plans that need least memory which are made however late it is, where nothing else was found."""
 OTHERS = 4
 """Plans made on the way that are looked at."""
 WORSE = 1.2
@@ -85,7 +90,7 @@ def search_room(
             predicted and not looked at.
         time_limit_s: for all of it.
     Raises:
-        ConstraintError, InfeasibleError: as by `search`.
+        ConstraintError, InfeasibleError, KeyboardInterrupt: as by `search`.
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
     try:
@@ -93,6 +98,8 @@ def search_room(
         return among_groups(searches, job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
+    except KeyboardInterrupt as fault:
+        return interrupted_plan(fault)
 
 
 @seldom_collected()
@@ -107,24 +114,38 @@ def _search_room(
     time_limit_s = deadline.limit_s
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
     first_s = (FIRST if looks else 1.0) * time_limit_s
+    budget = device_budget(job.cluster, constraints)
     try:
         first = find(job, constraints, first_s, progress, certify, reserves=looks)
+    except KeyboardInterrupt as fault:
+        raise Interrupted(_fitting(found_until(fault, BestPlan), budget, looks)) from None
     except SolverLimitError:
-        lean = _fallen_back(job, constraints, first_s, progress)
+        lean = _fallen_back(job, constraints, deadline, progress)
         if lean is None:
             raise
         return _timed(lean, deadline)
-    budget = device_budget(job.cluster, constraints)
     tries = [_with_reserved(first, budget)]
     if not looks or needed_bytes(tries[0].plan) <= budget:
         return _timed(tries[0], deadline)
     try:
         return _timed(_for_fewer(job, constraints, tries, deadline, progress), deadline)
+    except KeyboardInterrupt as fault:
+        fitting = _fitting([*found_until(fault, BestPlan), *tries], budget, looks)
+        raise Interrupted([_last_of([tries[0], each]) for each in fitting]) from None
     except SolverLimitError:
-        lean = _fallen_back(job, constraints, first_s, progress)
+        lean = _fallen_back(job, constraints, deadline, progress)
         if lean is None:
             raise
         return _timed(_last_of([*tries, lean]), deadline)
+
+
+def _fitting(found: Sequence[BestPlan], budget: int, looks: bool) -> list[BestPlan]:
+    """Of plans found until an interrupt the fastest that allocators have room for, or another one made on its way."""
+    made = [_with_reserved(each, budget) for each in found]
+    fitting = [each for each in made if not looks or needed_bytes(each.plan) <= budget]
+    if not fitting:
+        fitting = [other for each in made[:1] for other in _with_room(each, budget, math.inf)]
+    return sorted(fitting, key=lambda each: each.step_s)[:1]
 
 
 def _mixed_room(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool) -> BestPlan:
@@ -132,16 +153,24 @@ def _mixed_room(job: Job, constraints: Constraints, time_limit_s: float, progres
     return find_mixed(job, constraints, time_limit_s, progress, certify, reserves=looks)
 
 
-def _fallen_back(job: Job, constraints: Constraints, limit_s: float, progress: Progress) -> BestPlan | None:
-    """The plan of least memory, on one device, where that fits."""
+def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progress: Progress) -> BestPlan | None:
+    """A plan of least memory, where one fits: on one device in an order of ops of its own, on several with everything
+    sharded and made again."""
     started = time.perf_counter()
+    budget = device_budget(job.cluster, constraints)
+    progress("nothing found fits; planning for as little memory as can be")
+    for number, pins in enumerate(all_sharded(job, constraints)):
+        if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
+            break
+        with suppress(NoPlanError, ConstraintError):
+            found = _with_reserved(find(job, pins, deadline.share_s(EACH), progress, certify=False), budget)
+            if constraints.reserve_bytes == 0 or needed_bytes(found.plan) <= budget:
+                return found
     job = prepared(job, constraints)
     mesh = candidate_meshes(job, constraints)[0]
     if not orders_freely(mesh, constraints):
         return None
-    progress("nothing found fits; planning for as little memory as can be")
-    budget = device_budget(job.cluster, constraints)
-    lean = leanest(job, mesh, constraints, lean_time_s(limit_s), budget)
+    lean = leanest(job, mesh, constraints, lean_time_s(deadline.limit_s), budget)
     if lean is None or lean.held_bytes > budget:
         return None
     seconds = time.perf_counter() - started
@@ -156,15 +185,18 @@ def _for_fewer(
     budget = device_budget(job.cluster, constraints)
     near = on_the_same_mesh(constraints, tries[0].plan)
     near = near if near.mesh != constraints.mesh else constraints
-    roomier = with_room(job, constraints, tries[0].plan, budget, deadline, progress)
-    fitting = [*_with_room(tries[0], budget), *(replace(tries[0], plan=plan, others=()) for plan in roomier)]
     rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
-    if constraints.microbatches is None and not (fitting and deadline.is_over):
-        fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
-    if _is_worse(fitting, tries[0], WORSE if deadline.is_over else 1 + ENOUGH):
-        fitting += rounds.fitting(near)
-    if near is not constraints and _is_worse(fitting, tries[0]):
-        fitting += rounds.fitting(constraints)
+    fitting: list[BestPlan] = []
+    with handing_on(fitting):
+        fitting += _with_room(tries[0], budget)
+        roomier = with_room(job, constraints, tries[0].plan, budget, deadline, progress)
+        fitting += [replace(tries[0], plan=plan, others=()) for plan in roomier]
+        if constraints.microbatches is None and not (fitting and deadline.is_over):
+            fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
+        if _is_worse(fitting, tries[0], WORSE if deadline.is_over else 1 + ENOUGH):
+            fitting += rounds.fitting(near)
+        if near is not constraints and _is_worse(fitting, tries[0]):
+            fitting += rounds.fitting(constraints)
     fitting = fitting or _with_room(tries[0], budget, math.inf)
     if fitting:
         best = min(fitting, key=lambda each: _predicted(each.plan).step_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -25,10 +25,11 @@ from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.certificate import certified, certified_alike
-from paraplan.planner.checks import check_rates, check_tiers, with_states
+from paraplan.planner.checks import check_rates, check_room, check_tiers, with_states
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.interrupts import Interrupted, ended, found_until, interrupted_plan
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import no_room
 from paraplan.planner.joint.search_joint import JointSearch, search_joint
@@ -37,6 +38,7 @@ from paraplan.planner.mixed.search_mixed import allows_mixed, search_mixed
 from paraplan.planner.one_stage.failures import Failure, failure, not_tried
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
 from paraplan.planner.one_stage.roomier import needed_bytes, with_room
+from paraplan.planner.one_stage.solved_meshes import SolvedMeshes
 from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.leanest import what_would_do
 from paraplan.planner.passes.placement_note import places_note
@@ -81,12 +83,15 @@ def search(
     Raises:
         ConstraintError: choices contradict each other or the cluster, or the time limit is none.
         InfeasibleError: proved on every mesh tried.
+        KeyboardInterrupt: before a plan was found; after that, the search gives the fastest it has.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
     try:
         return among_groups((find, find_mixed), job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
+    except KeyboardInterrupt as fault:
+        return interrupted_plan(fault)
 
 
 @seldom_collected()
@@ -103,22 +108,29 @@ def find(
     Args:
         job, constraints, time_limit_s, progress, certify: as of `search`.
         reserves: whether pipelines of any degree are to be such as allocators have room for.
+    Raises:
+        Interrupted: with the best plan until then, or none.
     """
     time_limit_s = planning_time_s(time_limit_s)
     deadline = Deadline(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
     job, constraints, unpriced = _checked(job, constraints)
+    check_room(job, constraints, device_budget(job.cluster, constraints), time_limit_s)
     listed = _combinations(job, constraints) if constraints.pp != 1 else []
     if any(each.pp > 1 for each in listed):
-        best, *others = _pipelines_of(job, constraints, listed, deadline, progress, certify, reserves)
+        (best, *others), is_interrupted = _pipelines_of(job, constraints, listed, deadline, progress, certify, reserves)
         plan = best.made()
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan), *_alike_note(plan)))
-        return BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(others))
+        return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(others)), is_interrupted)
     constraints = msgspec.structs.replace(constraints, pp=1)
     limits = SolveLimits(
         time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=certify and not job.compiled
     )
-    solved = _solve_meshes(job, constraints, limits, deadline, progress)
+    solved = SolvedMeshes(candidate_meshes(job, constraints))
+    try:
+        _solve_meshes(solved, job, constraints, limits, deadline, progress)
+    except KeyboardInterrupt as fault:
+        solved.interrupted(fault)
     if not solved.found:
         kind, said, words = failure(solved.failures)
         advice = partial(what_would_do, job, solved.meshes[0], constraints, time_limit_s)
@@ -129,32 +141,19 @@ def find(
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_alike_note(plan)))
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
-    return BestPlan(plan, sum(candidate.solve_s for candidate in solved.found), deadline.passed_s)
-
-
-@dataclass
-class _Solved:
-    """What solving the meshes of one stage came to.
-
-    Attributes:
-        meshes: all candidates.
-        found: plans, of any of them.
-        skipped, late: meshes that were not solved: all their plans take more work than one found, or time ran out.
-        failures: why others have no plan.
-    """
-
-    meshes: Sequence[Mesh]
-    found: list[Candidate] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    late: list[Mesh] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    solve_s = sum(candidate.solve_s for candidate in solved.found)
+    return ended(BestPlan(plan, solve_s, deadline.passed_s), solved.is_interrupted)
 
 
 def _solve_meshes(
-    job: Job, constraints: Constraints, limits: SolveLimits, deadline: Deadline, progress: Progress
-) -> _Solved:
+    solved: SolvedMeshes,
+    job: Job,
+    constraints: Constraints,
+    limits: SolveLimits,
+    deadline: Deadline,
+    progress: Progress,
+) -> None:
     """Every candidate mesh of one stage; where none has a plan in the usual numbers of microbatches, in others."""
-    solved = _Solved(candidate_meshes(job, constraints))
     found, failures = solved.found, solved.failures
     for mesh in solved.meshes:
         if deadline.passed_s >= (1 if found else MOST_LATE) * limits.time_s:
@@ -172,15 +171,19 @@ def _solve_meshes(
             break
         timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == solved.meshes[-1] else 0.5))
         found += with_other_counts(job, mesh, constraints, timed, failures, progress, deadline)
-    return solved
 
 
-def _fastest(solved: _Solved, limits: SolveLimits, constraints: Constraints, unpriced: Sequence[str]) -> Plan:
+def _fastest(solved: SolvedMeshes, limits: SolveLimits, constraints: Constraints, unpriced: Sequence[str]) -> Plan:
     """The best of the plans found, quickened, with its certificate and what it was chosen from."""
     found = solved.found
-    best = quickened(min(found, key=lambda candidate: candidate.simulation.step_s), limits, constraints)
+    best = min(found, key=lambda candidate: candidate.simulation.step_s)
+    try:
+        best = quickened(best, limits, constraints)
+    except KeyboardInterrupt as fault:
+        solved.interrupted(fault)
     unsolved = len(solved.skipped) + len(solved.late)
-    plan = certified(best, min(candidate.bound_s for candidate in found), len(solved.meshes) - unsolved)
+    bound_s = 0.0 if solved.is_interrupted else min(candidate.bound_s for candidate in found)
+    plan = certified(best, bound_s, len(solved.meshes) - unsolved)
     notes = (*plan.notes, *_meshes_note(found, solved.skipped, solved.late, best), *unpriced, *delay_note(plan))
     faults = [each.fault for each in solved.failures]
     return msgspec.structs.replace(
@@ -237,15 +240,22 @@ def find_mixed(
 
     Raises:
         ConstraintError: what is pinned leaves no such pipeline.
+        Interrupted: with the best plan until then, or none.
         SolverLimitError: none that fits was found.
     """
     deadline = Deadline(planning_time_s(time_limit_s))
     if not allows_mixed(job, constraints):
         raise ConstraintError("what is pinned, or may be off the device, leaves no pipeline over differing groups")
     job, constraints, unpriced = _checked(job, constraints)
-    plan = search_mixed(job, constraints, deadline, progress, reserves)
+    is_interrupted = False
+    try:
+        plan = search_mixed(job, constraints, deadline, progress, reserves)
+    except KeyboardInterrupt as fault:
+        if not (plans := found_until(fault, Plan)):
+            raise
+        plan, is_interrupted = plans[0], True
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unpriced, *alone_note(plan)))
-    return BestPlan(plan, deadline.passed_s, deadline.passed_s)
+    return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s), is_interrupted)
 
 
 def _combinations(job: Job, constraints: Constraints) -> list[Combination]:
@@ -271,8 +281,8 @@ def _pipelines_of(
     progress: Progress,
     certify: bool,
     reserves: bool,
-) -> tuple[Draft, ...]:
-    """The fastest plan of those listed, and what else was planned."""
+) -> tuple[tuple[Draft, ...], bool]:
+    """The fastest plan of those listed, and what else was planned; whether the search was interrupted."""
 
     def one_stage(constraints: Constraints, proved: bool, again: bool = True) -> Draft:
         alone, needed, fitting = msgspec.structs.replace(constraints, pp=1), 0, list[Draft]()
@@ -283,6 +293,10 @@ def _pipelines_of(
                 if not needed:
                     raise
                 break
+            except KeyboardInterrupt as fault:
+                plans = [each.plan for each in found_until(fault, BestPlan)]
+                plans = [with_reserved(each, lower(each), budget) for each in plans] if reserves else plans
+                raise Interrupted([Draft.of(each) for each in plans if needed_bytes(each) <= budget]) from None
             plan = with_reserved(plan, lower(plan), budget) if reserves else plan
             made = Draft.of(plan)
             if not reserves or needed_bytes(plan) <= budget:
@@ -306,7 +320,7 @@ def _pipelines_of(
     found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
     best, *drafts = search_joint(found, listed, one_stage, certify)
     made = [draft.plan for draft in drafts if draft.plan is not None]
-    return Draft.of(certified_alike(best.made(), made)), *drafts
+    return (Draft.of(certified_alike(best.made(), made)), *drafts), found.is_interrupted
 
 
 def _sharding(
@@ -322,7 +336,10 @@ def _sharding(
         mesh, *more = candidate_meshes(job, constraints)
         if more:
             alone = msgspec.structs.replace(constraints, pp=1)
-            mesh = find(job, alone, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
+            try:
+                mesh = find(job, alone, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
+            except KeyboardInterrupt:  # what it found is no pipeline
+                raise KeyboardInterrupt from None
     limits = SolveLimits(
         time_s=deadline.share_s(0.5), memory_bytes=device_budget(job.cluster, constraints), certify=False
     )

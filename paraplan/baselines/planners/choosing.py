@@ -24,6 +24,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
+from paraplan.planner.interrupts import NOTE
 
 
 def check_planner(name: str) -> None:
@@ -57,42 +58,62 @@ def plan_by(
     Raises:
         ConstraintError: there is no such planner, or what is pinned leaves none of its tries.
         InfeasibleError, SolverLimitError: none of them fits; says what the last came to.
+        KeyboardInterrupt: before one was found; after that, the plan is of those found until then.
     """
     check_planner(name)
     if name == OURS:
         return search_room(job, constraints, time_limit_s, progress, certify)
     planner, deadline = PLANNERS[name], Deadline(planning_time_s(time_limit_s))
     task = Task(job, constraints, deadline, progress)
-    answers = list(planner.tries(task))
-    if not answers:
-        raise SolverLimitError(f"strategy {name!r}: its own search finds nothing that fits")
-    tries = list(_allowed(answers, constraints))
-    if not tries:
-        raise ConstraintError(
-            f"strategy {name!r} has no plan with what is pinned{_clash(answers, constraints)}; pin less, or choose "
-            f"{OURS!r}"
-        )
+    tries = _tries(name, task)
     found: list[BestPlan] = []
     faults: list[NoPlanError | ConstraintError] = []
     done, began = 0, time.perf_counter()
     for number, answer in enumerate(tries):
         if found and (_differ(planner, tries[number - 1], answer) or deadline.is_over):
             break
-        progress(f"{name}: {_words(_pins(answer))}")
+        if deadline.is_over and 0 < number < len(tries) - 1:  # of what is left, the last holds least
+            continue
         done += 1
         try:
+            progress(f"{name}: {_words(_pins(answer))}")
             found.append(plan_answer(task, answer))
         except (NoPlanError, ConstraintError) as fault:
             faults.append(fault)
             continue
-        if not planner.fastest:
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            found[-1] = replace(found[-1], is_interrupted=True)
+        if found[-1].is_interrupted or not planner.fastest:
             break
     if not found:
         raise _nothing(name, faults, done)
     best = min(found, key=lambda each: _step_s(each.plan))
-    note = f"chosen as {name} does ({planner.says}): {done} of {len(tries)} tries planned"
-    plan = msgspec.structs.replace(best.plan, notes=(*best.plan.notes, *task.said, note))
-    return replace(best, plan=plan, total_s=time.perf_counter() - began)
+    cut = found[-1].is_interrupted
+    notes = [f"chosen as {name} does ({planner.says}): {done} of {len(tries)} tries planned"]
+    notes += [NOTE] if cut and NOTE not in best.plan.notes else []
+    plan = msgspec.structs.replace(best.plan, notes=(*best.plan.notes, *task.said, *notes))
+    return replace(best, plan=plan, total_s=time.perf_counter() - began, is_interrupted=cut)
+
+
+def _tries(name: str, task: Task) -> list[Constraints | Answer]:
+    """A planner's answers that what is pinned allows.
+
+    Raises:
+        ConstraintError: it allows none.
+        SolverLimitError: the planner has none.
+    """
+    answers = list(PLANNERS[name].tries(task))
+    if not answers:
+        raise SolverLimitError(f"strategy {name!r}: its own search finds nothing that fits")
+    tries = list(_allowed(answers, task.constraints))
+    if not tries:
+        raise ConstraintError(
+            f"strategy {name!r} has no plan with what is pinned{_clash(answers, task.constraints)}; pin less, or "
+            f"choose {OURS!r}"
+        )
+    return tries
 
 
 def _nothing(name: str, faults: Sequence[NoPlanError | ConstraintError], done: int) -> NoPlanError | ConstraintError:
@@ -200,10 +221,14 @@ def compare_planners(
     """
     found = []
     for name in names:
-        began, plan, why = time.perf_counter(), None, ""
+        began, best, why = time.perf_counter(), None, ""
         try:
-            plan = plan_by(name, job, constraints, time_limit_s, progress).plan
+            best = plan_by(name, job, constraints, time_limit_s, progress)
         except (NoPlanError, ConstraintError) as fault:
             why = str(fault)
+        plan = None if best is None else best.plan
         found.append(ComparedPlan(name, plan, why, time.perf_counter() - began))
+        if best is not None and best.is_interrupted:
+            left = names[len(found) :]
+            return [*found, *(ComparedPlan(each, None, "the comparison was interrupted", 0.0) for each in left)]
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 from typing import BinaryIO
 
@@ -34,7 +33,6 @@ def _read(tasks: BinaryIO) -> bytes:
 
 def main() -> None:
     """Serve the process that started this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what is printed is no answer
         serve(sys.stdin.buffer, answers)

@@ -27,7 +27,10 @@ T = TypeVar("T")
 _UNKNOWN: Any = object()
 # What may be imported here may be there, but in no place of the interpreter's own modules: a folder that a model was
 # loaded from may hold a json.py.
-_RUN = "import sys; sys.path += sys.argv[1:]; from paraplan.ir.process.worker import main; main()"
+_RUN = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # who started it ends it
+    "import sys; sys.path += sys.argv[1:]; from paraplan.ir.process.worker import main; main()"
+)
 SAYS_WHY_S = 5.0
 """Seconds a process whose answer is missing has for the last of what it prints."""
 

@@ -117,10 +117,11 @@ def with_more_memory(plan: Plan, extra_bytes: int, time_limit_s: float, progress
     roomier = replace(job, cluster=with_memory(job.cluster, extra_bytes))
     progress("the same family with more memory")
     try:
-        found = search_room(roomier, more, time_limit_s, progress, certify=False).plan
+        best = search_room(roomier, more, time_limit_s, progress, certify=False)
     except (NoPlanError, ConstraintError) as fault:
         return WithMore(family, said=str(fault))
-    if _step_s(found) >= _step_s(plan):
+    found = best.plan
+    if _step_s(found) >= _step_s(plan) or best.is_interrupted:
         return WithMore(family, found)
     progress("the same family as it is")
     try:

@@ -7,6 +7,7 @@ microbatches. Made whole it is here, as any draft is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -95,6 +96,11 @@ def drafted_beside(pricing: Pricing, asked: PackedEstimate, within_s: float, res
         return Drafted(step_s=found.step_s)
     packed = PackedEstimate.of(estimate, pricing)
     return Drafted("", found.step_s, found.sample, found.peak_bytes, found.plan is not None, packed, pins)
+
+
+def received_from(answer: Callable[[], Drafted], drafting: Drafting) -> Draft | Slower:
+    """As `received`, once another process answers."""
+    return received(answer(), drafting)
 
 
 def received(drafted: Drafted, drafting: Drafting) -> Draft | Slower:

@@ -129,7 +129,7 @@ class Pricing:
                 waiting.remove((kind, way))
                 if way.pays and not self._is_hopeless(kind, needed[kind], way, best_s):
                     batch.append((kind, way))
-                if len(batch) == BATCH:
+                if len(batch) == (1 if self._late else BATCH):
                     break
             if batch:
                 self._price([kind for kind, _ in batch], needed, best_s)
@@ -243,7 +243,8 @@ class Pricing:
             widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
             for prices in _priced_front(part, inner, mesh, combination.microbatches, limits, fewest):
                 found.append(prices)
-                if found[-1].kept_bytes(widest) + fewest * _saved(prices) <= ENOUGH * self.budget * fewest:
+                kept = found[-1].kept_bytes(widest) + fewest * _saved(prices)
+                if self._late or kept <= ENOUGH * self.budget * fewest:
                     break
                 if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
                     break

@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
-
-from paraplan.ir.errors import InfeasibleError, NoPlanError, ParaplanError, SolverLimitError
+from paraplan.ir.errors import NoPlanError, ParaplanError
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.process.cores import num_cores
 from paraplan.ir.process.workers import Workers
@@ -28,17 +26,18 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.interrupts import found_until
 from paraplan.planner.joint.bounding.proving import Bounding, bound_of
-from paraplan.planner.joint.bounding.relaxations import fits_nowhere
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.drafting import Drafting, PlanningEffort
-from paraplan.planner.joint.drafting_beside import Drafted, PackedEstimate, drafted_beside, received
+from paraplan.planner.joint.drafting_beside import PackedEstimate, drafted_beside, received_from
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
+from paraplan.planner.joint.nothing_found import nothing_found
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.joint.promise import FIRST_SLACK, Promise
+from paraplan.planner.one_stage.one_stage_plans import OneStage, OneStagePlans, is_piped
 from paraplan.planner.pipeline.draft import Draft
-from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_search import Slower
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -47,37 +46,17 @@ Make = Callable[[Drafting], Draft | Slower]
 """Makes a draft."""
 
 
-class OneStage(Protocol):
-    """Plans without a pipeline."""
-
-    def __call__(self, constraints: Constraints, proved: bool, again: bool = True) -> Draft:
-        """The best found.
-
-        Args:
-            constraints: that it meets.
-            proved: whether to bound what it is found among.
-            again: whether to search for fewer bytes where allocators have no room.
-        """
-        ...
-
-
-USUAL_SHARE = 0.25
-"""Of the time limit, for plain data parallelism to be planned before all else."""
-MESHES = 6
-"""Of one stage, up to which each is solved."""
-NEARLY = 1.02
-"""How much slower than the best a plan of one stage may be for its mesh to be solved."""
-MOST = 4
-"""Pipelines planned one after another without one being faster than the best, after which no other is."""
+MOST, GRACE = 4, 1.4
+"""Pipelines planned one after another without one being faster than the best, after which no other is; times the limit,
+after which one in vain is enough."""
 LEANER = (1.0, 0.9, 0.75, 0.5)
 """Of the budget, what pipelines are estimated for, one after another as long as some that were to fit do not."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 SHARED = 2.0
 """How much longer a draft may take where others are made beside it."""
-INTERRUPTED = "interrupted"
 LATE = "others not in time"
-"""Said where a search was, and where a pipeline would have been planned, were there time for so many microbatches."""
+"""Said where a pipeline would have been planned, were there time for so many microbatches."""
 LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
 it."""
@@ -96,6 +75,7 @@ class JointSearch:
         deadline: of all of it.
         reserves: whether allocators have to have room for its pipelines.
         workers: that price beside this process; None for none.
+        is_interrupted: whether an interrupt ended it.
     """
 
     job: Job
@@ -105,6 +85,7 @@ class JointSearch:
     deadline: Deadline
     reserves: bool = False
     workers: Workers | None = None
+    is_interrupted: bool = False
     drafts: list[Draft] = field(default_factory=list)
     roomless: list[Draft] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
@@ -112,7 +93,6 @@ class JointSearch:
     faults: list[ParaplanError] = field(default_factory=list)
     _promise: Promise = field(default_factory=Promise)
     _longer: list[float] = field(default_factory=list)
-    _is_tight: bool = False
     _bound: Bounding | None = None
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
 
@@ -142,23 +122,23 @@ class JointSearch:
             SolverLimitError: nothing was found; says what was tried, and what the search of one stage said.
         """
         estimates: list[Estimate] = []
+        alone = OneStagePlans(self.job, self.constraints, self.deadline, one_stage, self._try, self.drafts)
         try:
-            self._plan_usual(one_stage)
+            alone.plan_usual()
             for share in LEANER:
                 estimates = estimate_best(self.pricing, listed, self.best_s, self.faults, share)
                 if self._plan_promising(estimates) or self.deadline.is_over:
                     break
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
-            self._solve_one_stage(one_stage, certify)
+            alone.solve(self._whole_s, self.roomless, certify)
             self.drafts = self.drafts or self.roomless  # for which room is to be made
-        except KeyboardInterrupt:
-            if not self.drafts:
-                raise
-            self.words.append(INTERRUPTED)
-        self._make_fastest()
+            self._make_fastest()
+        except KeyboardInterrupt as fault:
+            self._end(fault)
         if not self.drafts:
-            raise self._nothing()
+            faults = *self.pricing.faults, *self.faults
+            raise nothing_found(self.job, self.constraints, self.budget, faults, self.words, is_piped(self.constraints))
         note = (
             f"{len(estimates)} pipelines were estimated ({len(self.pricing.prices)} kinds of stages priced), of which "
             f"the fastest were planned: {'; '.join(self.words)}"
@@ -166,6 +146,19 @@ class JointSearch:
         tried = kept(self.tried)
         best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=self._whole_s))
         return (Draft.of(self._certified(best, listed)) if certify else best), *others
+
+    def _end(self, fault: KeyboardInterrupt) -> None:
+        """Make the best of the plans so far whole; interrupted once more, keep those that are."""
+        for draft in found_until(fault, Draft):
+            self.drafts.append(draft)
+            self._drafted[id(draft)] = "one stage", None, {}
+        try:
+            self._make_fastest()
+        except KeyboardInterrupt:
+            self.drafts = [draft for draft in self.drafts if draft.plan is not None]
+        if not self.drafts:
+            raise fault
+        self.is_interrupted = True
 
     def _make_fastest(self) -> None:
         """Make drafts whole until the fastest of all is: of those that are not it is known what they hardly take less
@@ -205,43 +198,19 @@ class JointSearch:
         """The plan with what is proved of every combination; with its own certificate where that is nothing, and where
         the plan is outside of the space and faster."""
         plan, cut = best.made(), best.cut
-        if self._bound is None or (len(cut) > 1 and self._bound.cut != cut):
-            self._bound = None if INTERRUPTED in self.words else self._bounding(listed)
-        if self._bound is None:
+        try:
+            if not self.is_interrupted and (self._bound is None or (len(cut) > 1 and self._bound.cut != cut)):
+                self._bound = self._bounding(listed)
+            if self._bound is None or self.is_interrupted:
+                return plan
+            (bound_s, spread), mesh = self._bound.answer(), plan.stages[0].mesh.shape
+        except KeyboardInterrupt:
+            self.is_interrupted = True
             return plan
-        (bound_s, spread), mesh = self._bound.answer(), plan.stages[0].mesh.shape
         is_listed = any(each.mesh in ((), mesh) and each.microbatches == plan.num_microbatches for each in listed)
         if is_listed or bound_s <= self.best_s:
             return certified_in_space(plan, bound_s, len(listed), spread)
         return plan
-
-    def _plan_usual(self, one_stage: OneStage) -> None:
-        """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
-        does not fit in one microbatch, the others may recompute, if one stage has few meshes: there it takes a second.
-        """
-        n = self.job.cluster.num_devices
-        pinned = self._piped or self.constraints.recompute is not None
-        if pinned or not self._meshes_free or self.job.program.batch_size % n:
-            return
-
-        def fits(zero: int, recompute: str | None = "none") -> bool:
-            late = self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
-            return not late and self._fits(partial(one_stage, again=not self.drafts), recompute, dp=n, zero=zero)
-
-        if fits(1) and self.drafts[-1].sample.num_microbatches == (self.constraints.microbatches or 1):
-            fits(0)
-            fits(2)
-            return
-        self._is_tight = len(candidate_meshes(self.job, self.constraints)) <= MESHES
-        recompute = None if self._is_tight else "none"
-        if fits(3, recompute):  # which holds least
-            fits(2, recompute)
-
-    def _fits(self, one_stage: OneStage, recompute: str | None, **degrees: int) -> bool:
-        """Whether there is a plan of one stage of these degrees."""
-        pins = msgspec.structs.replace(self.constraints, recompute=recompute, **degrees)
-        what = " ".join(f"{name}={degree}" for name, degree in degrees.items())
-        return self._try(what, pins, partial(one_stage, pins, False)) is not None
 
     def _plan_promising(self, estimates: Sequence[Estimate]) -> bool:
         """Plan estimated combinations, the most promising first, until no other promises to be faster; whether all that
@@ -259,7 +228,8 @@ class JointSearch:
             in_time = [each for each in waiting if effort.seconds(each.combination) <= left_s]
             if len(in_time) < len(waiting) and LATE not in self.words:
                 self.words.append(LATE)
-            if not in_time and (self.drafts or in_vain >= MOST):
+            enough = MOST if self.deadline.passed_s < GRACE * self.deadline.limit_s else 1
+            if not in_time and (self.drafts or in_vain >= enough):
                 return True
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):
@@ -290,60 +260,11 @@ class JointSearch:
             self.progress(f"beside: {each.combination.text} ({each.step_s:.4g} s estimated)")
             task = PackedEstimate.of(each, self.pricing), self.best_s, self.reserves
             answer = self.workers.begin(drafted_beside, task, self.pricing)
-            found.append((each, partial(_received, answer)))
+            found.append((each, partial(received_from, answer)))
         return found
-
-    def _nothing(self) -> ParaplanError:
-        """What is said where nothing was found: of one stage, where that was searched, or of the first pipeline."""
-        faults = [*self.pricing.faults, *self.faults]
-        said = [each for each in faults if isinstance(each, NoPlanError)]
-        if not said:
-            return faults[-1]
-        fault = said[0] if self._piped else said[-1]
-        more = f"; nor was anything found of {len(self.words)} tried: {'; '.join(self.words)}"
-        kind = InfeasibleError if fits_nowhere(self.job, self.constraints, self.budget) else SolverLimitError
-        return kind(f"{fault}{more}", lambda: f"{fault.explained()}{more}")
 
     def _hoped_s(self, estimate: Estimate) -> float:
         return self._promise.hoped_s(estimate, self.pricing.kind(estimate.combination))
-
-    def _solve_one_stage(self, one_stage: OneStage, certify: bool) -> None:
-        """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
-        nothing else was found, and where one stage is the best or nearly so, allocators having room for it or not, on
-        its mesh. Under tight memory tensor parallelism inside nodes is planned before: of layouts that take as much
-        work all would have to be fitted to find those that fit with least made again."""
-        node, n = min(group.devices_per_node for group in self.job.cluster.groups), self.job.cluster.num_devices
-        if self._is_tight and n % node == 0 and not self.deadline.is_over:
-            self._fits(one_stage, None, tp=node, **({} if n == node else {"dp": n // node}))
-        if self._piped or (self.drafts and self.deadline.is_over):
-            return
-        best = min(self.drafts, key=self._whole_s, default=None)
-        if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
-            self._try("one stage", self.constraints, partial(one_stage, self.constraints, certify))
-            return
-        alone = [draft for draft in (*self.drafts, *self.roomless) if len(draft.sample.stages) == 1]
-        nearest = min(alone, key=self._whole_s, default=None)
-        if nearest is not None and self._whole_s(nearest) <= NEARLY * self._whole_s(best):
-            mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
-            pinned = msgspec.structs.replace(self.constraints, microbatches=count)
-            if self._meshes_free:
-                pinned = msgspec.structs.replace(pinned, mesh=mesh)
-            self._try(
-                f"one stage, solved on mesh {'x'.join(map(str, mesh))}",
-                pinned,
-                partial(one_stage, pinned, certify),
-            )
-
-    @property
-    def _piped(self) -> bool:
-        """Whether plans of one stage are none of those asked for."""
-        return self.constraints.schedule is not None or self.constraints.pp is not None
-
-    @property
-    def _meshes_free(self) -> bool:
-        """Whether the search chooses meshes."""
-        c = self.constraints
-        return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
 
     def _try(
         self,
@@ -395,10 +316,6 @@ class JointSearch:
             self._drafted[id(draft)] = estimate.combination.text, step_s, {}
         if step_s is not None and (found_s is not None or isinstance(self.faults[-1], NoPlanError)):
             self._promise.planned(estimate, self.pricing.kind(estimate.combination), found_s)
-
-
-def _received(answer: Callable[[], Drafted], drafting: Drafting) -> Draft | Slower:
-    return received(answer(), drafting)
 
 
 def search_joint(

@@ -13,9 +13,10 @@ these. What time did cut short is searched again in what others leave of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 
@@ -28,6 +29,7 @@ from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_param_names, planning_time_s
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.interrupts import ended, found_until
 from paraplan.planner.mixed.group_sets import GroupSet, cluster_of, group_sets, said
 from paraplan.planner.mixed.listing import check_on_cluster
 from paraplan.planner.mixed.search_mixed import allows_mixed
@@ -60,64 +62,102 @@ def among_groups(
     Raises:
         ConstraintError: what is pinned contradicts itself, the model or all devices.
         InfeasibleError: proved on all groups, and on every set that what is pinned allows.
+        Interrupted: with the best plan until then, or none.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
     check_param_names(constraints, job.program.params)
     if len(job.cluster.groups) == 1:
         return searches[0](job, constraints, time_limit_s, progress, certify)
     check_on_cluster(constraints, job.cluster)
-    deadline = Deadline(planning_time_s(time_limit_s))
-
-    def searched(way: Way, pins: Constraints, share_s: float, certify: bool) -> BestPlan:
-        words = said(job.cluster, way[0])
-        part = replace(job, cluster=cluster_of(job.cluster, way[0]))
-        return searches[way[1]](part, pins, share_s, lambda text: progress(f"on {words}: {text}"), certify)
-
-    def has_taken_all(way: Way, share_s: float) -> bool:
-        """Whether a search took all its time."""
-        began_s = deadline.passed_s
-        try:
-            made = searched(way, constraints, share_s, certify)
-        except ParaplanError as fault:  # of one way: others are looked at
-            faults[way] = fault
-        else:
-            found[way] = min(made, found.get(way, made), key=lambda each: each.step_s)
-        return deadline.passed_s - began_s >= share_s
-
-    ways = _ways(job, constraints)
-    found = _as_one_mesh(ways, constraints, ONE_MESH_SHARE * deadline.limit_s, searched)
-    faults: dict[Way, ParaplanError] = {}
-    late: list[Way] = []
-    cut: list[Way] = []
-    for number, way in enumerate(ways):
-        if found and deadline.is_over:
-            late.append(way)
-        elif has_taken_all(way, deadline.share_s(_share(ways, number))):
-            cut.append(way)
-    for way in cut:
-        if not deadline.is_over:
-            has_taken_all(way, deadline.share_s())
-    if not found:
-        raise _nothing(ways, faults)
+    search = _GroupsSearch(searches, job, constraints, progress, certify, Deadline(planning_time_s(time_limit_s)))
+    is_interrupted = False
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        if not search.found:
+            raise
+        is_interrupted = True
+    if not search.found:
+        raise _nothing(search.ways, search.faults)
+    found = search.found
     best = min(found, key=lambda way: (found[way].step_s, way[1], len(way[0])))
-    plan = _told(job, best, found, faults, late)
-    return BestPlan(plan, sum(each.solve_s for each in found.values()), deadline.passed_s)
+    left = [way for way in search.ways if way not in search.searched]
+    why = "the search was interrupted" if is_interrupted else "time ran out"
+    plan = _told(job, best, found, search.faults, dict.fromkeys(left, why))
+    made = BestPlan(plan, sum(each.solve_s for each in found.values()), search.deadline.passed_s)
+    return ended(made, is_interrupted)
 
 
-def _as_one_mesh(
-    ways: Sequence[Way],
-    constraints: Constraints,
-    limit_s: float,
-    searched: Callable[[Way, Constraints, float, bool], BestPlan],
-) -> dict[Way, BestPlan]:
-    """Every set's devices as one mesh, where that and more is to be chosen."""
-    if constraints.pp is not None or constraints.schedule is not None:
-        return {}
-    found, alike = dict[Way, BestPlan](), [way for way in ways if not way[1]]
-    for way in alike:
-        with suppress(ParaplanError):  # whose search says why
-            found[way] = searched(way, msgspec.structs.replace(constraints, pp=1), limit_s / len(alike), False)
-    return found
+@dataclass
+class _GroupsSearch:
+    """A search under way.
+
+    Attributes:
+        searches, job, constraints, progress, certify: as for `among_groups`.
+        deadline: of all of it.
+        found, faults: per way, its fastest plan, and why it has none.
+        searched: ways that were begun with all that is left open.
+    """
+
+    searches: tuple[Search, Search]
+    job: Job
+    constraints: Constraints
+    progress: Progress
+    certify: bool
+    deadline: Deadline
+    found: dict[Way, BestPlan] = field(default_factory=dict)
+    faults: dict[Way, ParaplanError] = field(default_factory=dict)
+    searched: list[Way] = field(default_factory=list)
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """What is searched."""
+        return _ways(self.job, self.constraints)
+
+    def run(self) -> None:
+        """Search every way, as long as there is time; those that it cut short again in what others leave of it."""
+        self._as_one_mesh()
+        cut: list[Way] = []
+        for number, way in enumerate(self.ways):
+            late = self.found and self.deadline.is_over
+            if not late and self._has_taken_all(way, self.deadline.share_s(_share(self.ways, number))):
+                cut.append(way)
+        for way in cut:
+            if not self.deadline.is_over:
+                self._has_taken_all(way, self.deadline.share_s())
+
+    def _as_one_mesh(self) -> None:
+        """Every set's devices as one mesh, where that and more is to be chosen."""
+        if self.constraints.pp is not None or self.constraints.schedule is not None:
+            return
+        limit_s, alike = ONE_MESH_SHARE * self.deadline.limit_s, [way for way in self.ways if not way[1]]
+        for way in alike:
+            with suppress(ParaplanError):  # whose search says why
+                self._search(way, msgspec.structs.replace(self.constraints, pp=1), limit_s / len(alike), False)
+
+    def _has_taken_all(self, way: Way, share_s: float) -> bool:
+        """Whether a search took all its time."""
+        began_s = self.deadline.passed_s
+        self.searched.append(way)
+        try:
+            self._search(way, self.constraints, share_s, self.certify)
+        except ParaplanError as fault:  # of one way: others are looked at
+            self.faults[way] = fault
+        return self.deadline.passed_s - began_s >= share_s
+
+    def _search(self, way: Way, pins: Constraints, share_s: float, certify: bool) -> None:
+        words = said(self.job.cluster, way[0])
+        part = replace(self.job, cluster=cluster_of(self.job.cluster, way[0]))
+        made: list[BestPlan] = []
+        try:
+            search = self.searches[way[1]]
+            made.append(search(part, pins, share_s, lambda text: self.progress(f"on {words}: {text}"), certify))
+        except KeyboardInterrupt as fault:
+            made += found_until(fault, BestPlan)
+            raise
+        finally:
+            for each in made:
+                self.found[way] = min(each, self.found.get(way, each), key=lambda known: known.step_s)
 
 
 def _share(ways: Sequence[Way], number: int) -> float:
@@ -157,9 +197,9 @@ def _told(
     best: Way,
     found: dict[Way, BestPlan],
     faults: dict[Way, ParaplanError],
-    late: Sequence[Way],
+    left: Mapping[Way, str],
 ) -> Plan:
-    """The best plan with what is to be known of the others."""
+    """The best plan with what is to be known of the others, and of those left out, why."""
     cluster, plan = job.cluster, found[best].plan
     everything = len(cluster.groups)
     idle = tuple(index for index in range(everything) if index not in best[0])
@@ -169,7 +209,7 @@ def _told(
 
     words = [f"{of(each)}: {made.step_s:.4g} s" for each, made in found.items()]
     words += [f"{of(each)}: no plan" for each in faults if each not in found]
-    words += [f"{of(each)}: not searched, as time ran out" for each in late]
+    words += [f"{of(each)}: not searched, as {why}" for each, why in left.items()]
     notes = [f"groups of nodes searched, each set as a cluster of its own: {'; '.join(words)}"]
     if idle:
         notes.insert(0, f"{said(cluster, idle)} idle: this plan is for {plan.cluster.name}, to be started there alone")

@@ -32,6 +32,7 @@ from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.interrupts import Interrupted
 from paraplan.planner.mixed.links import Handing
 from paraplan.planner.mixed.listing import divisions, group_orders, scheduled
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate, MixedPricer, shifted
@@ -91,6 +92,7 @@ class MixedSearch:
         over: what the last that did not fit lacked, in words.
         faults: of those that could not be planned.
         less: per group, what of a device's budget is kept for what allocators reserve beyond what is alive.
+        is_interrupted: whether an interrupt ended it.
     """
 
     job: Job
@@ -102,6 +104,7 @@ class MixedSearch:
     over: str = ""
     faults: list[ParaplanError] = field(default_factory=list)
     less: dict[int, int] = field(default_factory=dict)
+    is_interrupted: bool = False
 
     def __post_init__(self) -> None:
         limit_s = PRICED_SHARE * self.deadline.limit_s
@@ -131,13 +134,19 @@ class MixedSearch:
         c, program = self.constraints, self.job.program
         if c.pp is not None:
             count_stages(c, c.pp, c.schedule or usual_schedule(program, c), len(program.segments))
-        ways = list(divisions(self.job, c))
-        self._price(ways)
-        estimates = self.estimates(ways)
-        self._plan_promising(estimates)
-        if self.best is None:
-            raise self._nothing(bool(estimates))
-        return self._finished(self.best), self.best.case
+        ways, estimates = list(divisions(self.job, c)), list[MixedEstimate]()
+        try:
+            self._price(ways)
+            estimates = self.estimates(ways)
+            self._plan_promising(estimates)
+            if self.best is not None:
+                return self._finished(self.best), self.best.case
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.is_interrupted = True
+            return self.best.whole, self.best.case
+        raise self._nothing(bool(estimates))
 
     def _price(self, ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]) -> None:
         """Price few numbers of microbatches, each `COARSE` times fewer than the last, and those near their best."""
@@ -338,6 +347,7 @@ def search_mixed(
             searched for again with as much less for every device of such a group.
     Raises:
         ConstraintError: what is pinned leaves no pipeline over the groups.
+        Interrupted: with the best plan until then, or none.
         SolverLimitError: none that was tried fits.
     """
     search = MixedSearch(job, constraints, progress, deadline)
@@ -354,6 +364,8 @@ def search_mixed(
         over = over_budget_bytes(plan, plan.prediction.reserved_bytes or made.simulation.peak_bytes, whole)
         if max(over) <= 0:
             break
+        if search.is_interrupted:
+            raise Interrupted(())
         search.lessen([(at.group, over[plan.schedule.rank_class[at.mesh.devices[0]]]) for at in case.positions])
     else:
         raise SolverLimitError(f"of pipelines over {job.cluster.name} more would be reserved than devices have")
@@ -363,7 +375,10 @@ def search_mixed(
         f"{case.pipeline.text(job.cluster)}: sharding was chosen for each position's devices as if they held the model"
     )
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, note), tried=kept(search.tried))
-    return certified_by_work(plan)
+    plan = certified_by_work(plan)
+    if search.is_interrupted:
+        raise Interrupted((plan,))
+    return plan
 
 
 def told(made: Realised) -> Plan:

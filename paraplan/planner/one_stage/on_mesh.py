@@ -13,6 +13,7 @@ from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import FLOOR, Deadline
+from paraplan.planner.interrupts import handing_on
 from paraplan.planner.one_stage.failures import Failure, not_tried
 from paraplan.planner.options.placements import ANY, ON_DEVICE
 from paraplan.planner.passes.op_by_op import solve_op_by_op
@@ -57,8 +58,9 @@ def plans_on_mesh(
         if clock.is_over and count not in (counts[0], counts[-1]):  # the most hold least
             failures.append(not_tried(mesh, count))
             continue
-        progress(_tried_words(mesh, count))
-        here = _solve(job, mesh, count, constraints, clock, failures, cutoff_s)
+        with handing_on(found):
+            progress(_tried_words(mesh, count))
+            here = _solve(job, mesh, count, constraints, clock, failures, cutoff_s)
         if isinstance(here, Skipped):
             return found or here
         found += here
@@ -92,12 +94,14 @@ def with_other_counts(
     counts = other_counts(job.program, constraints, mesh)
 
     def tried(count: int) -> list[Candidate]:
-        is_long = count * len(job.program.segments) > MOST_CALLS or deadline.passed_s > MOST_LATE * deadline.limit_s
-        if clock.is_over and (found or count != counts[-1] or is_long):
+        is_long = count * len(job.program.segments) > MOST_CALLS
+        is_late = deadline.passed_s > MOST_LATE * deadline.limit_s
+        if is_late or (clock.is_over and (found or count != counts[-1] or is_long)):
             failures.append(not_tried(mesh, count))
             return []
-        progress(_tried_words(mesh, count))
-        here = _solve(job, mesh, count, constraints, clock, failures, math.inf)
+        with handing_on(found):
+            progress(_tried_words(mesh, count))
+            here = _solve(job, mesh, count, constraints, clock, failures, math.inf)
         found.extend(() if isinstance(here, Skipped) else here)
         return [] if isinstance(here, Skipped) else here
 
@@ -147,34 +151,35 @@ def _solve(
     where they are used only where nothing is found without."""
     rungs = [constraints.placed(choice) for choice in constraints.placing.rungs(constraints.tiers)]
     found: list[Candidate] = []
-    for rung in rungs:
-        if found and rung.place_grads == ANY:
-            break
-        if constraints.recompute in (None, "none"):
-            try:
-                solved = solve_mesh(job, mesh, count, rung, clock.left, cutoff_s)
-                if isinstance(solved, Skipped):  # recomputing would only add work
-                    return found or solved
-                found.append(solved)
-                if rung is rungs[0] and not solved.memory_binds:
-                    return found
-            except NoPlanError as fault:
-                failures.append(Failure(fault, mesh, count))
-                if rung.place_params == ANY and isinstance(fault, SolverLimitError):
-                    found += by_places(job, mesh, count, rung, clock.left)
-        if not _keeps_all(constraints):
-            try:
-                found.append(solve_with_recomputation(job, mesh, count, rung, clock.left))
-            except NoPlanError as fault:
-                # What is kept whatever is recomputed does not get less with smaller microbatches.
-                failures.append(Failure(fault, mesh, count, isinstance(fault, InfeasibleError)))
-    op_by_op = mesh.size == 1 and constraints.recompute is None and not constraints.pins_away
-    op_by_op &= count <= MOST_ORDERED
-    if op_by_op and not _keeps_all(constraints):
-        # Its failures are of one order of ops; what the others say is about all.
-        with suppress(NoPlanError):
-            kept = constraints.placed(ON_DEVICE)
-            found.append(solve_op_by_op(job, mesh, count, kept, clock.part(1.0 if found else 0.5)))
+    with handing_on(found):
+        for rung in rungs:
+            if found and rung.place_grads == ANY:
+                break
+            if constraints.recompute in (None, "none"):
+                try:
+                    solved = solve_mesh(job, mesh, count, rung, clock.left, cutoff_s)
+                    if isinstance(solved, Skipped):  # recomputing would only add work
+                        return found or solved
+                    found.append(solved)
+                    if rung is rungs[0] and not solved.memory_binds:
+                        return found
+                except NoPlanError as fault:
+                    failures.append(Failure(fault, mesh, count))
+                    if rung.place_params == ANY and isinstance(fault, SolverLimitError):
+                        found += by_places(job, mesh, count, rung, clock.left)
+            if not _keeps_all(constraints):
+                try:
+                    found.append(solve_with_recomputation(job, mesh, count, rung, clock.left))
+                except NoPlanError as fault:
+                    # What is kept whatever is recomputed does not get less with smaller microbatches.
+                    failures.append(Failure(fault, mesh, count, isinstance(fault, InfeasibleError)))
+        op_by_op = mesh.size == 1 and constraints.recompute is None and not constraints.pins_away
+        op_by_op &= count <= MOST_ORDERED
+        if op_by_op and not _keeps_all(constraints):
+            # Its failures are of one order of ops; what the others say is about all.
+            with suppress(NoPlanError):
+                kept = constraints.placed(ON_DEVICE)
+                found.append(solve_op_by_op(job, mesh, count, kept, clock.part(1.0 if found else 0.5)))
     return found
 
 

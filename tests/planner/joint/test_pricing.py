@@ -74,6 +74,21 @@ def test_nothing_more_is_priced_beside_a_plan_that_is_far_faster() -> None:
     assert all(len(found) <= 1 for found in pricing.prices.values()) and any(pricing.prices.values())
 
 
+def test_late_one_sharding_of_one_kind_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing else known, one has to be: to price a whole batch would take as long again."""
+    monkeypatch.setattr(pricing_module, "ENOUGH", 0.0)  # leaner ones are always looked for
+    job = zoo_job("gpt2", 4)
+    listed = combinations(job, FREE)
+    release_caches()
+    pricing = _pricing(job)
+    pricing.price_all(listed)
+    assert len(pricing.prices) > 1 and any(len(found) > 1 for found in pricing.prices.values())
+    release_caches()
+    late = replace(_pricing(job), deadline=Deadline(0.0))
+    late.price_all(listed)
+    assert [len(found) for found in late.prices.values()] == [1]
+
+
 @pytest.mark.parametrize(
     ("usual", "first"), [(0.1, (1.0, 2.0)), (1.0, (1.0, 2.0)), (2.0, (2.0, 4.0)), (64.0, (2.0, 8.0))]
 )

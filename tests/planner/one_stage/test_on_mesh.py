@@ -33,3 +33,15 @@ def test_a_last_try_after_the_limit_is_no_long_one(is_long: bool, monkeypatch: p
     on_mesh.with_other_counts(job, mesh, pins, limits, failures, lambda _: None, Deadline(600.0))
     assert tried == ([] if is_long else [most])
     assert any(each.late and each.num_microbatches == most for each in failures) == is_long
+
+
+def test_nothing_is_tried_long_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a mesh may take by itself: other meshes came before."""
+    job, pins = zoo_job("gpt2", 1), Constraints()
+    (mesh, *_) = candidate_meshes(job, pins)
+    monkeypatch.setattr(on_mesh, "_solve", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr(on_mesh, "other_counts", lambda *_: (16, 32))
+    failures = [Failure(SolverLimitError("the usual ones do not fit"), mesh, 1)]
+    limits = SolveLimits(time_s=600.0, memory_bytes=1.0, certify=False)
+    assert on_mesh.with_other_counts(job, mesh, pins, limits, failures, lambda _: None, Deadline(0.0)) == []
+    assert [each.num_microbatches for each in failures if each.late] == [32, 16]

@@ -22,6 +22,7 @@ from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.decision_classes import grad_classes, param_classes
+from paraplan.planner.joint.bounding.relaxations import kept_bytes
 from paraplan.planner.one_stage import on_mesh
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import find, search
@@ -239,7 +240,9 @@ def test_how_much_is_missing_is_solved_for_once_where_it_is_told(tiny_mlp, monke
     asked = []
     least = solve_module.least_activity
     monkeypatch.setattr(solve_module, "least_activity", lambda *given: asked.append(given) or least(*given))
-    given = tiny_mlp.job(2), Constraints(mesh=(2,), memory_bytes=1000, recompute="none")
+    job = tiny_mlp.job(2)
+    room = int(kept_bytes(job, False) / 2) + 1  # for parameters and states, and for nothing else
+    given = job, Constraints(mesh=(2,), memory_bytes=room, recompute="none")
     with pytest.raises(NoPlanError) as caught:
         find(*given)
     assert "no sharding fits" in str(caught.value) and not asked

@@ -1,0 +1,68 @@
+"""The pins of plans that need least memory and are quickly made: what a search falls back on that found nothing.
+
+All parameters and states are sharded over all devices, all activations are made again, and the step takes as many
+microbatches as it may: by data-parallel ranks (ZeRO-3), by tensor- and sequence-parallel ones, or by both. With that
+pinned, a plan of one stage is one small problem, solved in about a second. Nothing else holds much less, so where none
+of these fits, a search is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from paraplan.ir.errors import ConstraintError
+from paraplan.ir.machine.mesh import Mesh, make_mesh
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.pipeline.microbatches import other_counts, usual_counts
+
+MOST_CALLS = 20_000
+"""Segments times microbatches of a plan that is quickly made."""
+
+
+def all_sharded(job: Job, constraints: Constraints) -> Iterator[Constraints]:
+    """What is pinned with all else pinned as needs least memory, plans of the least traffic first; nothing of
+    pipelines, nor where all that is free already is pinned.
+
+    Args:
+        job: what is planned.
+        constraints: what is pinned of any plan.
+    """
+    if constraints.pp not in (None, 1) or constraints.schedule is not None or constraints.stages is not None:
+        return
+    n, seen = job.cluster.num_devices, [constraints]
+    free = [each is None for each in (constraints.mesh, constraints.cp, constraints.ep)]
+    degrees = [1, n, *(size for size in range(2, n) if n % size == 0)] if all(free) and n > 1 else [0]
+    for tp in degrees:
+        pins = _pinned(constraints, tp, n)
+        try:
+            check_constraints(pins, n)
+            mesh = candidate_meshes(job, pins)[0]
+        except ConstraintError:
+            continue
+        pins = msgspec.structs.replace(pins, microbatches=_most(job, pins, mesh))
+        if pins not in seen:
+            seen.append(pins)
+            yield pins
+
+
+def _pinned(constraints: Constraints, tp: int, devices: int) -> Constraints:
+    """The constraints with a degree of tensor parallelism, and data parallelism beside it; 0: with what they have."""
+    c = msgspec.structs.replace(constraints, pp=1, recompute=constraints.recompute or "full")
+    if not tp:
+        return c
+    tp = c.tp or tp
+    dp = c.dp if c.dp is not None else devices // tp
+    zero = c.zero if c.zero is not None or dp == 1 else 3
+    return msgspec.structs.replace(c, dp=dp, tp=None if tp == 1 else tp, sp=c.sp or tp > 1, zero=zero)
+
+
+def _most(job: Job, pins: Constraints, mesh: Mesh) -> int:
+    """The most microbatches that are quickly lowered and simulated."""
+    replicas = make_mesh((pins.dp or 1,), ("dp",)) if pins.mesh is None else mesh
+    counts = {*usual_counts(job.program, pins, replicas), *other_counts(job.program, pins, replicas)}
+    return max((each for each in counts if each * len(job.program.segments) <= MOST_CALLS), default=min(counts))

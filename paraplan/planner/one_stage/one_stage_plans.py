@@ -1,0 +1,131 @@
+"""Plans without a pipeline, that a joint search begins with and holds pipelines against, and those it ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.pipeline.meshes import candidate_meshes
+
+USUAL_SHARE = 0.25
+"""Of the time limit, for plain data parallelism to be planned before all else."""
+MESHES = 6
+"""Of one stage, up to which each is solved."""
+NEARLY = 1.02
+"""How much slower than the best a plan of one stage may be for its mesh to be solved."""
+
+Attempt = Callable[[str, Constraints, Callable[[], Draft]], float | None]
+"""Plans what is called so, with such constraints: the step, or None where nothing was found."""
+
+
+class OneStage(Protocol):
+    """Plans without a pipeline."""
+
+    def __call__(self, constraints: Constraints, proved: bool, again: bool = True) -> Draft:
+        """The best found.
+
+        Args:
+            constraints: that it meets.
+            proved: whether to bound what it is found among.
+            again: whether to search for fewer bytes where allocators have no room.
+        """
+        ...
+
+
+@dataclass
+class OneStagePlans:
+    """Those of a joint search.
+
+    Attributes:
+        job, constraints, deadline: of the search.
+        make: a plan.
+        attempt: takes a plan to the search's drafts.
+        drafts: of the search.
+        is_tight: whether ZeRO-1 does not fit in one microbatch, where one stage has few meshes.
+    """
+
+    job: Job
+    constraints: Constraints
+    deadline: Deadline
+    make: OneStage
+    attempt: Attempt
+    drafts: list[Draft]
+    is_tight: bool = False
+
+    def plan_usual(self) -> None:
+        """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
+        does not fit in one microbatch, the others may recompute, if one stage has few meshes: there it takes a second.
+        """
+        n = self.job.cluster.num_devices
+        pinned = is_piped(self.constraints) or self.constraints.recompute is not None
+        if pinned or not self._meshes_free or self.job.program.batch_size % n:
+            return
+
+        def fits(zero: int, recompute: str | None = "none") -> bool:
+            late = self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
+            return not late and self._fits(partial(self.make, again=not self.drafts), recompute, dp=n, zero=zero)
+
+        if fits(1) and self.drafts[-1].sample.num_microbatches == (self.constraints.microbatches or 1):
+            fits(0)
+            fits(2)
+            return
+        self.is_tight = len(candidate_meshes(self.job, self.constraints)) <= MESHES
+        recompute = None if self.is_tight else "none"
+        if fits(3, recompute):  # which holds least
+            fits(2, recompute)
+
+    def solve(self, whole_s: Callable[[Draft], float], roomless: Sequence[Draft], certify: bool) -> None:
+        """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
+        nothing else was found, and where one stage is the best or nearly so, allocators having room for it or not, on
+        its mesh. Under tight memory tensor parallelism inside nodes is planned before: of layouts that take as much
+        work all would have to be fitted to find those that fit with least made again.
+
+        Args:
+            whole_s: what a draft takes once it is made.
+            roomless: drafts that allocators have no room for.
+            certify: whether to bound what is found.
+        """
+        node, n = min(group.devices_per_node for group in self.job.cluster.groups), self.job.cluster.num_devices
+        if self.is_tight and n % node == 0 and not self.deadline.is_over:
+            self._fits(self.make, None, tp=node, **({} if n == node else {"dp": n // node}))
+        if is_piped(self.constraints) or self.deadline.is_over:
+            return
+        best = min(self.drafts, key=whole_s, default=None)
+        if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
+            self.attempt("one stage", self.constraints, partial(self.make, self.constraints, certify))
+            return
+        alone = [draft for draft in (*self.drafts, *roomless) if len(draft.sample.stages) == 1]
+        nearest = min(alone, key=whole_s, default=None)
+        if nearest is None or whole_s(nearest) > NEARLY * whole_s(best):
+            return
+        mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
+        pinned = msgspec.structs.replace(self.constraints, microbatches=count)
+        if self._meshes_free:
+            pinned = msgspec.structs.replace(pinned, mesh=mesh)
+        what = f"one stage, solved on mesh {'x'.join(map(str, mesh))}"
+        self.attempt(what, pinned, partial(self.make, pinned, certify))
+
+    def _fits(self, make: OneStage, recompute: str | None, **degrees: int) -> bool:
+        """Whether there is a plan of these degrees."""
+        pins = msgspec.structs.replace(self.constraints, recompute=recompute, **degrees)
+        what = " ".join(f"{name}={degree}" for name, degree in degrees.items())
+        return self.attempt(what, pins, partial(make, pins, False)) is not None
+
+    @property
+    def _meshes_free(self) -> bool:
+        """Whether the search chooses meshes."""
+        c = self.constraints
+        return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
+
+
+def is_piped(constraints: Constraints) -> bool:
+    """Whether plans of one stage are none of those asked for."""
+    return constraints.schedule is not None or constraints.pp is not None

@@ -1,0 +1,92 @@
+"""What is planned where nothing else was found: all sharded, all made again, in the most microbatches."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from paraplan.baselines.planners import choosing, plan_by
+from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
+from paraplan.planner import fits
+from paraplan.planner.assemble import Job
+from paraplan.planner.best_plan import BestPlan
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.fits import search_room
+from paraplan.planner.joint.bounding.relaxations import kept_bytes
+from paraplan.planner.one_stage.all_sharded import all_sharded
+from tests.captures import zoo_job
+
+FREE = Constraints()
+
+
+def pins_of(given: Constraints) -> list[tuple[Any, ...]]:
+    words = ("dp", "tp", "sp", "zero", "microbatches", "recompute")
+    return [tuple(getattr(pins, word) for word in words) for pins in all_sharded(zoo_job("gpt2", 4), given)]
+
+
+def test_what_is_sharded_over_all_devices() -> None:
+    rows = zoo_job("gpt2", 4).program.batch_size
+    every = pins_of(FREE)
+    assert every == [
+        (4, None, False, 3, rows // 4, "full"),
+        (1, 4, True, None, rows, "full"),
+        (2, 2, True, 3, rows // 2, "full"),
+    ]
+    assert pins_of(Constraints(tp=2)) == [every[-1]]
+    assert pins_of(Constraints(dp=4, zero=1, microbatches=1)) == [(4, None, False, 1, 1, "full")]
+    assert pins_of(Constraints(mesh=(2, 2), recompute="none")) == [(None, None, False, None, rows, "none")]
+    assert all(pins.pp == 1 for pins in all_sharded(zoo_job("gpt2", 4), FREE))
+    assert not pins_of(Constraints(pp=2)) and not pins_of(Constraints(schedule="1f1b"))
+    whole = next(all_sharded(zoo_job("gpt2", 4), FREE))
+    assert whole not in list(all_sharded(zoo_job("gpt2", 4), whole)), "it was searched"
+
+
+def test_a_search_that_found_nothing_falls_back_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late it is: two of them take a second or two."""
+    find, asked = fits.find, list[Constraints]()
+
+    def searched(job: Job, constraints: Constraints, *rest: Any, **more: Any) -> BestPlan:
+        asked.append(constraints)
+        if constraints.recompute is None:
+            now[0] += 100.0
+            raise SolverLimitError("nothing fits")
+        return find(job, constraints, 60.0, certify=False)
+
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(fits, "find", searched)
+    found = search_room(zoo_job("gpt2", 4), FREE, 15.0).plan
+    assert len(asked) == 2 and (asked[1].dp, asked[1].zero, asked[1].recompute) == (4, 3, "full")
+    assert found.num_microbatches == zoo_job("gpt2", 4).program.batch_size // 4
+    assert any("time limit of 15 s ran out" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("pins", [FREE, Constraints(pp=2), Constraints(dp=4, zero=0)])
+def test_what_parameters_alone_leave_no_room_for_is_refused_before_any_search(pins: Constraints) -> None:
+    job = zoo_job("gpt2", 4)
+    each = kept_bytes(job, False) / 4
+    tight = msgspec.structs.replace(pins, memory_bytes=int(0.9 * each))
+    with pytest.raises(InfeasibleError, match=r"sharded over all 4 devices, take at least .* are missing"):
+        search_room(job, tight, 15.0, lambda text: pytest.fail(text))
+    with pytest.raises(NoPlanError) as fault:
+        search_room(zoo_job("gpt2", 1), msgspec.structs.replace(FREE, memory_bytes=int(0.9 * each)), 1.0)
+    assert "over all" not in str(fault.value) and "The least budget found to do" in str(fault.value)
+
+
+def test_of_a_planner_s_tries_the_last_is_made_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of those before it fits, and it holds least."""
+    now, asked = [0.0], list[str | None]()
+
+    def tried(task: Any, answer: Constraints) -> BestPlan:
+        asked.append(answer.recompute)
+        now[0] += 20.0
+        raise SolverLimitError("it does not fit")
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(choosing, "plan_answer", tried)
+    with pytest.raises(SolverLimitError, match="none of 2 tries fits"):
+        plan_by("megatron-grid", zoo_job("gpt2", 4), FREE, 15.0)
+    assert asked == ["none", "full"]
