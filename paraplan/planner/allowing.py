@@ -25,7 +25,7 @@ KEPT_SHARE = 0.6
 """Of the time, for plans that keep everything on the device."""
 
 
-class Search(Protocol):
+class PlanSearch(Protocol):
     """A search for the fastest plan."""
 
     def __call__(
@@ -34,7 +34,7 @@ class Search(Protocol):
 
 
 def allowing(
-    search: Search, job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool
+    search: PlanSearch, job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool
 ) -> BestPlan:
     """The fastest plan that a search finds, not slower than what it finds where nothing leaves the device.
 

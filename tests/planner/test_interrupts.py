@@ -18,6 +18,7 @@ from paraplan.planner.fits import search_room
 from paraplan.planner.interrupts import NOTE
 from paraplan.planner.joint.bounding.proving import Bounding
 from paraplan.planner.joint.search_joint import JointSearch
+from paraplan.planner.one_stage.one_stage_plans import OneStagePlans
 from tests.planner.joint.chains import chained, cluster, group
 from tests.planner.joint.chains import job as chain_job
 
@@ -105,7 +106,7 @@ def test_a_second_interrupt_keeps_what_is_made_whole(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(JointSearch, "_make_fastest", interrupt)
     best = search_room(four(), FREE)
     assert best.is_interrupted and isinstance(best.plan, Plan)
-    monkeypatch.setattr(JointSearch, "_plan_usual", lambda *_: None)
+    monkeypatch.setattr(OneStagePlans, "plan_usual", lambda *_: None)
     monkeypatch.setattr(JointSearch, "_plan_promising", lambda *_: True)
     with pytest.raises(KeyboardInterrupt):
         search_room(four(), msgspec.structs.replace(FREE, pp=2))

@@ -9,7 +9,7 @@ from collections import Counter
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.passes.grad_reductions import ROOM
-from paraplan.planner.pipeline.links import Way, message_s, ways
+from paraplan.planner.pipeline.links import LinkWay, message_s, ways
 from paraplan.planner.pipeline.stage_totals import Totals
 from paraplan.planner.schedules.named import NAMED
 
@@ -24,8 +24,8 @@ class ClosedForm:
 
     def __init__(self, cluster: ClusterSpec, budget: int) -> None:
         self.cluster, self.budget = cluster, budget
-        self._ways: dict[tuple[int, int, int], tuple[Way, ...]] = {}
-        self._hops: dict[tuple[int, int], Counter[tuple[Way, ...]]] = {}
+        self._ways: dict[tuple[int, int, int], tuple[LinkWay, ...]] = {}
+        self._hops: dict[tuple[int, int], Counter[tuple[LinkWay, ...]]] = {}
 
     def quick_s(self, combination: Combination, totals: Totals, mesh_shape: tuple[int, ...]) -> float:
         """A closed form, by which combinations are put in order: positions share the work out evenly, a pipeline fills

@@ -17,7 +17,7 @@ Ends = tuple[int, int]
 """A position's first and last device."""
 
 
-class Way(NamedTuple):
+class LinkWay(NamedTuple):
     """A link, the torch device type at its ends, and its level ("in_node", "between_nodes")."""
 
     link: Link
@@ -25,22 +25,22 @@ class Way(NamedTuple):
     level: str
 
 
-def ways(cluster: ClusterSpec, source: Ends, target: Ends) -> tuple[Way, ...]:
+def ways(cluster: ClusterSpec, source: Ends, target: Ends) -> tuple[LinkWay, ...]:
     """What ranks of one position reach those of another over: the links of the first and of the last, those alike once.
 
     Args:
         cluster: of both.
         source, target: the positions.
     """
-    found = dict[Way, None]()
+    found = dict[LinkWay, None]()
     for pair in zip(source, target, strict=True):
         level = cluster.span(pair)
         link = cluster.link(level, pair[0]) if level == "in_node" else cluster.network(pair)
-        found[Way(link, cluster.group_of(pair[0]).device.backend, level)] = None
+        found[LinkWay(link, cluster.group_of(pair[0]).device.backend, level)] = None
     return tuple(found)
 
 
-def message_s(nbytes: int, over: tuple[Way, ...]) -> float:
+def message_s(nbytes: int, over: tuple[LinkWay, ...]) -> float:
     """Seconds of a message, rank to rank, over the slowest of some ways.
 
     Args:
