@@ -321,9 +321,7 @@ def test_more_stages_are_no_advice_where_both_ends_are_on_one_position(schedule:
     model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64))
     found = capture(model, {"input": torch.randn(4, 64)}, loss_fn=lambda x, _: x.square().mean())
     pins = Constraints(pp=2, schedule=schedule, microbatches=4, memory_bytes=12_000)
-    words = (
-        rf"the first and the last segment keep .*, and {schedule} has both on one position: use another schedule"
-    )
+    words = rf"the first and the last segment keep .*, and {schedule} has both on one position: use another schedule"
     with pytest.raises(SolverLimitError, match=words):
         search(job_of(found, 2), pins, certify=False)
 
