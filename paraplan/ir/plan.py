@@ -132,7 +132,8 @@ class Certificate(Value, frozen=True, kw_only=True):
     """What was proved.
 
     Attributes:
-        status: "optimal" (within the scope), "feasible" (time limit) or "pinned" (nothing was searched).
+        status: "optimal" (the gap is no more than solvers leave, so no plan in scope is faster), "feasible" (it is
+            more, so one may be) or "pinned" (nothing was searched).
         objective_s: the solver's objective; equals the plan's cost evaluated afresh.
         bound_s: lower bound on the simulated step over every plan in scope.
         bound_scope: what was fixed.

@@ -9,14 +9,18 @@ import msgspec
 from paraplan.cost_models.predict import predict
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.lowering import lower
+from paraplan.planner.constraints import Constraints
 from paraplan.planner.passes.cast_holding import AT_EVERY_USE
-from paraplan.planner.sharding.solve import SCOPE, Candidate
+from paraplan.planner.sharding.solve import SCOPE, Candidate, SolveLimits
 
 IN_EACH_PHASE = "; what forward and backward both read moved in each"
 """Of what a bound is where a segment's forward and backward run as one."""
 
 MEASURED_APART = "; ops that one kernel does together as measured one by one"
 """Of what a bound is where such times were measured."""
+
+PINNED = "; pinned:"
+"""Before what was pinned, in a bound's scope."""
 
 IN_SPACE = (
     "{count} combinations of pp, mesh (one axis, or two with the inner one in a node), microbatches, schedule and "
@@ -26,7 +30,33 @@ IN_SPACE = (
 )
 """Of what a joint search's bound is."""
 
+OPTIMAL_GAP = SolveLimits.relative_gap
+"""What a plan may be above its bound and be called optimal within the bound's scope: as much as solvers leave."""
+
 FAULT = "this is a fault of the planner's, not of your model; please report it"
+
+
+def status_of(gap: float) -> str:
+    """What is proved of a plan whose step is so much of itself above what no plan in scope is below."""
+    return "optimal" if gap <= OPTIMAL_GAP else "feasible"
+
+
+def with_pins(plan: Plan, constraints: Constraints) -> Plan:
+    """The plan, its certificate's scope naming what was pinned of every plan in it, numerics included.
+
+    Args:
+        plan: certified.
+        constraints: as the user gave them.
+    """
+    pins = ", ".join(f"{name}={_word(value)}" for name, value in constraints.as_data.items())
+    if plan.certificate is None or not pins or PINNED in plan.certificate.bound_scope:
+        return plan
+    scope = f"{plan.certificate.bound_scope}{PINNED} {pins}"
+    return msgspec.structs.replace(plan, certificate=msgspec.structs.replace(plan.certificate, bound_scope=scope))
+
+
+def _word(value: object) -> str:
+    return f"{len(value)} of them" if isinstance(value, dict) else str(value).replace(" ", "")
 
 
 def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
@@ -47,12 +77,9 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     bound_s = min(bound_s, step_s)
     scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
     scope += AT_EVERY_USE * held + IN_EACH_PHASE * joined + MEASURED_APART * apart
+    gap = (step_s - bound_s) / step_s
     certificate = Certificate(
-        status=best.status if bound_s > 0 else "feasible",
-        objective_s=best.objective_s,
-        bound_s=bound_s,
-        bound_scope=scope,
-        gap=(step_s - bound_s) / step_s,
+        status=status_of(gap), objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope, gap=gap
     )
     prediction = predict(best.plan, lower(best.plan), best.simulation)
     return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
@@ -72,12 +99,8 @@ def certified_alike(plan: Plan, others: Iterable[Plan]) -> Plan:
         meshes, counts = [{each.mesh.shape for each in one.stages} for one in (plan, other)], plan.num_microbatches
         alike = meshes[0] == meshes[1] and counts == other.num_microbatches and len(plan.stages) == len(other.stages)
         if known is not None and alike and len(plan.stages) == 1 and best.bound_s < known.bound_s <= step_s:
-            best = msgspec.structs.replace(
-                known,
-                status=known.status if best.objective_s <= known.objective_s else "feasible",
-                objective_s=best.objective_s,
-                gap=(step_s - known.bound_s) / step_s,
-            )
+            gap = (step_s - known.bound_s) / step_s
+            best = msgspec.structs.replace(known, status=status_of(gap), objective_s=best.objective_s, gap=gap)
     return msgspec.structs.replace(plan, certificate=best)
 
 
@@ -97,11 +120,12 @@ def certified_in_space(plan: Plan, bound_s: float, count: int, spread: int = 1) 
     if bound_s > step_s * (1 + 1e-6):
         note = f"no bound of the space is certified: {bound_s:.6g} s was found, above the simulated step; {FAULT}"
         return msgspec.structs.replace(plan, notes=(*plan.notes, note))
+    gap = (step_s - bound_s) / step_s
     certificate = Certificate(
-        status="feasible",
+        status=status_of(gap),
         objective_s=plan.certificate.objective_s,
         bound_s=bound_s,
         bound_scope=IN_SPACE.format(count=count, spread="a stage" if spread == 1 else f"{spread} stages"),
-        gap=(step_s - bound_s) / step_s,
+        gap=gap,
     )
     return msgspec.structs.replace(plan, certificate=certificate)

@@ -47,8 +47,8 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
 
     Raises:
         ConstraintError: pp that does not divide the devices, a schedule or stages without pp, degrees that do not
-            multiply to the devices, zero without dp, sp without tp, a cp_mode without cp, an ep that does not divide
-            dp, states where they cannot be.
+            multiply to the devices, zero where they leave no data-parallel axis, sp without tp, a cp_mode without cp,
+            an ep that does not divide dp, states where they cannot be.
     """
     c = constraints
     _check_states(c)
@@ -58,7 +58,7 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     whole, num_devices = num_devices, _stage_devices(c, num_devices)
     left = Phrase(" that {} leaves a stage of {}", OptionValue("pp", c.pp), whole) if c.pp > 1 else ""
     degrees = {name: size for name, size in (("dp", c.dp), ("tp", c.tp), ("cp", c.cp)) if size is not None}
-    _check_axes(c)
+    _check_axes(c, num_devices)
     if c.mesh is not None:
         _check_mesh(c, degrees, num_devices, left)
     product = math.prod(degrees.values())
@@ -83,7 +83,7 @@ def _given(degrees: dict[str, int]) -> tuple[OptionValue, ...]:
     return tuple(OptionValue(*each) for each in degrees.items())
 
 
-def _check_axes(c: Constraints) -> None:
+def _check_axes(c: Constraints, num_devices: int) -> None:
     """What is said of an axis, that axis is pinned for."""
     if c.sp and (c.tp is None or c.tp < 2):
         raise ConstraintError(
@@ -94,9 +94,11 @@ def _check_axes(c: Constraints) -> None:
     if c.cp_mode is not None and c.cp is None:
         given = OptionValue("cp_mode", c.cp_mode)
         raise ConstraintError("{} without a context-parallel axis: give {} as well", given, OptionName("cp"))
-    if c.zero and c.dp is None and (c.tp is not None or c.cp is not None):
+    others = {name: size for name, size in (("tp", c.tp), ("cp", c.cp)) if size is not None}
+    if c.zero and c.dp is None and num_devices > 1 and math.prod(others.values()) == num_devices:
         raise ConstraintError(
-            "{} shards over a data-parallel axis: give {} as well", OptionValue("zero", c.zero), OptionName("dp")
+            "{} shards over a data-parallel axis, and {} leaves none of {} devices; leave {} out, or shard less",
+            *(OptionValue("zero", c.zero), _given(others), num_devices, OptionName("zero")),
         )
 
 

@@ -24,7 +24,7 @@ from paraplan.lowering import lower
 from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.best_plan import BestPlan, Progress
-from paraplan.planner.certificate import certified, certified_alike
+from paraplan.planner.certificate import certified, certified_alike, with_pins
 from paraplan.planner.checks import check_rates, check_room, check_tiers, with_states
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
@@ -35,6 +35,7 @@ from paraplan.planner.joint.drafting import no_room
 from paraplan.planner.joint.search_joint import JointSearch, search_joint
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.mixed.search_mixed import allows_mixed, search_mixed
+from paraplan.planner.one_stage.data_parallel import add_data_parallel
 from paraplan.planner.one_stage.failures import Failure, failure, not_tried
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
 from paraplan.planner.one_stage.roomier import needed_bytes, with_room
@@ -102,16 +103,18 @@ def find(
     progress: Progress = lambda text: None,
     certify: bool = True,
     reserves: bool = False,
+    beside: bool = False,
 ) -> BestPlan:
     """As `search`, on all devices; errors are not explained yet.
 
     Args:
         job, constraints, time_limit_s, progress, certify: as of `search`.
         reserves: whether pipelines of any degree are to be such as allocators have room for.
+        beside: whether plain data parallelism is planned beside it, and not to be here.
     Raises:
         Interrupted: with the best plan until then, or none.
     """
-    time_limit_s = planning_time_s(time_limit_s)
+    time_limit_s, asked = planning_time_s(time_limit_s), constraints
     deadline = Deadline(time_limit_s)
     check_constraints(constraints, job.cluster.num_devices)
     job, constraints, unpriced = _checked(job, constraints)
@@ -119,7 +122,7 @@ def find(
     listed = _combinations(job, constraints) if constraints.pp != 1 else []
     if any(each.pp > 1 for each in listed):
         (best, *others), is_interrupted = _pipelines_of(job, constraints, listed, deadline, progress, certify, reserves)
-        plan = best.made()
+        plan = with_pins(best.made(), asked)
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan), *_alike_note(plan)))
         return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(others)), is_interrupted)
     constraints = msgspec.structs.replace(constraints, pp=1)
@@ -128,6 +131,8 @@ def find(
     )
     solved = SolvedMeshes(candidate_meshes(job, constraints))
     try:
+        if not beside:
+            add_data_parallel(solved, job, constraints, limits, deadline, progress)
         _solve_meshes(solved, job, constraints, limits, deadline, progress)
     except KeyboardInterrupt as fault:
         solved.interrupted(fault)
@@ -137,7 +142,7 @@ def find(
         raise kind(said, lambda: f"{words()}{advice()}") from None
     if constraints.delayed_update is not None:
         solved.found = [placed(candidate, limits, constraints) for candidate in solved.found]
-    plan = _fastest(solved, limits, constraints, unpriced)
+    plan = with_pins(_fastest(solved, limits, constraints, unpriced), asked)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_alike_note(plan)))
     if plan.profile is not None:
         plan = with_used_profile(plan, lower(plan))
@@ -182,7 +187,8 @@ def _fastest(solved: SolvedMeshes, limits: SolveLimits, constraints: Constraints
     except KeyboardInterrupt as fault:
         solved.interrupted(fault)
     unsolved = len(solved.skipped) + len(solved.late)
-    bound_s = 0.0 if solved.is_interrupted else min(candidate.bound_s for candidate in found)
+    bound_s = min(candidate.bound_s for candidate in found)
+    bound_s = 0.0 if solved.is_interrupted or math.isinf(bound_s) else bound_s
     plan = certified(best, bound_s, len(solved.meshes) - unsolved)
     notes = (*plan.notes, *_meshes_note(found, solved.skipped, solved.late, best), *unpriced, *delay_note(plan))
     faults = [each.fault for each in solved.failures]
@@ -288,7 +294,8 @@ def _pipelines_of(
         alone, needed, fitting = msgspec.structs.replace(constraints, pp=1), 0, list[Draft]()
         for _ in range(TIGHTER if again else 1):
             try:
-                plan = find(job, alone, deadline.share_s(ONE_STAGE_SHARE), progress, proved and not needed).plan
+                share_s = deadline.share_s(ONE_STAGE_SHARE)
+                plan = find(job, alone, share_s, progress, proved and not needed, beside=True).plan
             except NoPlanError:
                 if not needed:
                     raise
@@ -337,7 +344,8 @@ def _sharding(
         if more:
             alone = msgspec.structs.replace(constraints, pp=1)
             try:
-                mesh = find(job, alone, deadline.share_s(0.5), progress, certify=False).plan.stages[0].mesh
+                share_s = deadline.share_s(0.5)
+                mesh = find(job, alone, share_s, progress, certify=False, beside=True).plan.stages[0].mesh
             except KeyboardInterrupt:  # what it found is no pipeline
                 raise KeyboardInterrupt from None
     limits = SolveLimits(

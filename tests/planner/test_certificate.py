@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
-from paraplan.planner.certificate import FAULT, certified
+from paraplan.planner.certificate import FAULT, OPTIMAL_GAP, certified, with_pins
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -24,7 +25,7 @@ from paraplan.planner.search import search
 from paraplan.planner.sharding.formulate import network_of
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.objective import work_of_choices
-from paraplan.planner.sharding.solve import SolveLimits, decisions_of, problem_of, solve_mesh
+from paraplan.planner.sharding.solve import Skipped, SolveLimits, decisions_of, problem_of, solve_mesh
 
 PINS = [
     Constraints(cp=4, cp_mode="alltoall"),
@@ -117,3 +118,41 @@ def test_a_bound_above_the_step_is_withdrawn_and_told() -> None:
     plan = certified(best, 2 * best.simulation.step_s, 1)
     assert plan.certificate is not None and plan.certificate.bound_s == 0.0
     assert FAULT in plan.notes[-1]
+
+
+def test_optimal_is_said_of_what_the_bound_proves() -> None:
+    """Not of a sharding that the solver proved to be of least work, whose step may be far from the bound."""
+    with torch.device("meta"):
+        program = capture(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), {"input": torch.randn(64, 64)},
+                          loss_fn=lambda x, _: x.square().mean())  # fmt: skip
+    job = Job(program, parse_cluster("2xH100"), OPTIMIZERS["adamw"], ModelRef(display="rows"), {})
+    mesh = candidate_meshes(job, Constraints(dp=2))[0]
+    best = solve_mesh(job, mesh, 1, Constraints(dp=2), SolveLimits(time_s=60.0, memory_bytes=1 << 60))
+    assert not isinstance(best, Skipped) and best.status == "optimal"
+    step_s = best.simulation.step_s
+    for share, status in ((0.62, "feasible"), (1 - 2 * OPTIMAL_GAP, "feasible"), (1 - OPTIMAL_GAP / 2, "optimal")):
+        made = certified(best, share * step_s, 1).certificate
+        assert made is not None and made.status == status and made.gap == pytest.approx(1 - share)
+
+
+def test_scopes_name_what_was_pinned() -> None:
+    plan = search(job(), Constraints(pp=1, dp=4, zero=2)).plan
+    assert plan.certificate is not None and plan.certificate.bound_scope.endswith("; pinned: dp=4, zero=2, pp=1")
+    assert with_pins(plan, Constraints(tp=4)) is plan, "they are named once"
+    bare = msgspec.structs.replace(plan.certificate, bound_scope="this mesh")
+    numerics = with_pins(msgspec.structs.replace(plan, certificate=bare), Constraints(reduce_dtype="fp32", mesh=(2, 2)))
+    assert numerics.certificate is not None
+    assert numerics.certificate.bound_scope == "this mesh; pinned: mesh=[2,2], reduce_dtype=fp32"
+    free = search(job(), Constraints(microbatches=1)).plan.certificate
+    assert free is not None and free.bound_scope.endswith("; pinned: microbatches=1")
+
+
+def test_one_stage_is_no_slower_than_data_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the solver takes another sharding for its work, or finds none in time."""
+    job4 = job()
+    levels = [search(job4, Constraints(pp=1, dp=4, zero=zero), certify=False).step_s for zero in range(4)]
+    assert search(job4, Constraints(pp=1), certify=False).step_s <= min(levels) * (1 + 1e-9)
+    monkeypatch.setattr("paraplan.planner.search._solve_meshes", lambda *_: None)
+    alone = search(job4, Constraints(pp=1))
+    assert alone.step_s == pytest.approx(min(levels)) and alone.plan.certificate is not None
+    assert (alone.plan.certificate.status, alone.plan.certificate.bound_s) == ("feasible", 0.0)

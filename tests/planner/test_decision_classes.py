@@ -54,7 +54,10 @@ def test_gradients_that_meet_share_a_class(tiny_stacks) -> None:  # type: ignore
         ({"zero": 4}, "zero=4: must be 0, 1, 2 or 3"),
         ({"sp": True}, "sp=True needs a tensor-parallel axis"),
         ({"sp": True, "tp": 1, "dp": 4}, "sp=True needs a tensor-parallel axis"),
-        ({"zero": 1, "tp": 4}, "give dp as well"),
+        (
+            {"zero": 1, "tp": 4},
+            "zero=1 .* tp=4 leaves none of 4 devices; leave zero out",
+        ),
         ({"mesh": (4,), "dp": 4}, "give the mesh or the degrees"),
         ({"mesh": (3,)}, "3 places for 4 devices"),
         ({"mesh": (4, 0)}, "at least 1"),

@@ -169,7 +169,7 @@ def test_a_ring_over_a_sequence_that_does_not_divide_is_named() -> None:
         ({"cp": 2, "dp": 4}, "dp=4 times cp=2 is 8"),
         ({"cp": 2, "tp": 4}, "tp=4 times cp=2 is 8"),
         ({"cp": 2, "mesh": (2, 2)}, "give the mesh or the degrees"),
-        ({"cp": 2, "zero": 3}, "give dp as well"),
+        ({"cp": 2, "tp": 2, "zero": 3}, "tp=2, cp=2 leaves none of 4 devices"),
     ],
 )
 def test_contradictions(pins: dict[str, object], message: str) -> None:

@@ -36,6 +36,7 @@ from paraplan.planner.passes.gather_timing import gathered
 from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.message_parts import parted
 from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline import activations_of, rescheduled
 from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of, of_few_microbatches, taken_s
@@ -282,9 +283,29 @@ def _overflow(case: PipelineCase, tried: Sequence[Realised]) -> str:
     return (
         f"a pipeline over {case.positions} groups of devices needs more than the {say_size(case.budget)} a device may "
         f"hold: as planned for speed alone, rank class {first.index(max(first))} {does} {say_size(max(first))}; at "
-        f"best, of {len(tried)} plans, rank class {least.index(max(least))} {does} {say_size(max(least))}; use more "
-        f"stages, more microbatches, or a sharding that holds less (zero, tp){ways}"
+        f"best, of {len(tried)} plans, rank class {least.index(max(least))} {does} {say_size(max(least))}; "
+        f"{_advised(case, min(tried, key=lambda made: max(case.needed(made))).plan)}{ways}"
     )
+
+
+def _advised(case: PipelineCase, plan: Plan) -> str:
+    """What may help a pipeline that does not fit: neither more stages nor more microbatches where what single segments
+    keep is too much by itself."""
+    params = {name: layouts for stage in plan.stages for name, layouts in stage.params.items()}
+    first, last, count = plan.stages[0], plan.stages[-1], len(plan.program.segments)
+    alike = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(first, params=params),))
+    memory = chain_memory(alike, [0] * len(plan.program.kinds))
+    each = [memory.kept_bytes(index, index + 1) for index in range(count)]
+    ends_bytes = each[0] + each[-1] if set(first.meshes) & set(last.meshes) and count > 1 else 0
+    less = "a sharding that holds less (zero, tp)"
+    if max(each) > case.budget:
+        return f"one segment keeps {say_size(max(each))} by itself: use {less}"
+    if ends_bytes > case.budget:
+        return (
+            f"the first and the last segment keep {say_size(ends_bytes)}, and {plan.schedule.name} has both on one "
+            f"position: use another schedule, or {less}"
+        )
+    return f"use more stages, more microbatches, or {less}"
 
 
 def _told(made: Realised) -> Plan:

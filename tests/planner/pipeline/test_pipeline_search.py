@@ -303,6 +303,29 @@ def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
         search(job_of(program(), 2), Constraints(pp=2, microbatches=2, memory_bytes=7000), certify=False)
 
 
+@pytest.mark.parametrize(
+    ("memory_bytes", "schedule", "advised"),
+    [
+        (7000, "1f1b", r"one segment keeps .* by itself: use a sharding that holds less"),
+        (14000, "1f1b", r"use more stages, more microbatches, or a sharding"),
+    ],
+)
+def test_only_what_can_help_is_advised(memory_bytes: int, schedule: str, advised: str) -> None:
+    pins = Constraints(pp=2, schedule=schedule, microbatches=2, memory_bytes=memory_bytes)
+    with pytest.raises(SolverLimitError, match=advised):
+        search(job_of(program(), 2), pins, certify=False)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "chimera"])
+def test_more_stages_are_no_advice_where_both_ends_are_on_one_position(schedule: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64))
+    found = capture(model, {"input": torch.randn(4, 64)}, loss_fn=lambda x, _: x.square().mean())
+    pins = Constraints(pp=2, schedule=schedule, microbatches=4, memory_bytes=12_000)
+    words = rf"the first and the last segment keep .*, and {schedule} has both on one position: use another schedule"
+    with pytest.raises(SolverLimitError, match=words):
+        search(job_of(found, 2), pins, certify=False)
+
+
 def test_schedules_of_both_directions_are_planned_with_many_microbatches() -> None:
     """More than fill the pipeline, which other schedules are compared by."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))

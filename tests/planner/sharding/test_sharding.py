@@ -269,7 +269,7 @@ def test_backends_agree(tiny_mlp) -> None:  # type: ignore[no-untyped-def]
 
 def pinned(tiny, devices: int, constraints: Constraints) -> Plan:  # type: ignore[no-untyped-def]
     found = search(tiny.job(devices), constraints)
-    assert found.plan.certificate is not None and found.plan.certificate.status == "optimal"
+    assert found.plan.certificate is not None and found.plan.certificate.bound_s > 0.0
     return found.plan
 
 
