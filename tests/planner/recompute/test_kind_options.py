@@ -128,7 +128,9 @@ def test_more_and_more_of_the_largest_storages_go_away(seed: int) -> None:
         assert len(mine) <= MOST_AWAY and (mine or not base.saved_bytes)
         for option in mine:
             remat = remat_of(kind, option.activations)
-            assert [name for name, tier in remat.away if tier == "host"] == [n for n in remat.saved if n in option.away]
+            assert [name for name, tier in remat.offloaded if tier == "host"] == [
+                n for n in remat.saved if n in option.away
+            ]
             assert set(option.away) <= set(remat.saved), "what is away is saved there"
             assert option.away_bytes == sum(nbytes[name] for name in option.away)
             assert option.copy_s == len(option.away) + option.away_bytes
