@@ -21,8 +21,8 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import handing_on
 from paraplan.planner.options.placements import ON_DEVICE
 
-KEPT_SHARE = 0.6
-"""Of the time, for plans that keep everything on the device."""
+KEPT_SHARE, LEAST_SHARE = 0.6, 0.1
+"""Of the time, for plans that keep everything on the device, and what others have at least."""
 
 
 class PlanSearch(Protocol):
@@ -52,7 +52,8 @@ def allowing(
         first = search(job, kept, KEPT_SHARE * time_limit_s, progress, False)
     try:
         with handing_on([] if first is None else [first]):
-            found = search(job, constraints, max(time_limit_s - deadline.passed_s, 0.0), progress, certify)
+            left_s = max(time_limit_s - deadline.passed_s, LEAST_SHARE * time_limit_s)
+            found = search(job, constraints, left_s, progress, certify)
     except NoPlanError:
         if first is None:
             raise
