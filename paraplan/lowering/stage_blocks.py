@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
-from paraplan.ir.execution.schedule import ActionKind, parse_action
+from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.machine.rank_groups import GroupPath, Holding, holdings, routes
 from paraplan.ir.machine.reshard import reshard_path
@@ -110,7 +110,7 @@ class PlanBlocks:
         self.maker: dict[str, int] = {}
         self.fused = fusible_places(plan.program, self.held) if plan.optimizer.fused else frozenset[str]()
         self.reduce_dtype = "" if plan.wire_dtype == HALVES.get(plan.program.precision) else plan.wire_dtype
-        self._halves = _halves(plan)
+        self._halves = plan.schedule.backward_parts()
         self._makers = tuple(_makers(plan, each) for each in self.held)
         self._choices: list[KindChoice] = []
         self._done: dict[object, LoweredForward] = {}
@@ -325,7 +325,7 @@ class PlanBlocks:
                     tuple(placement if isinstance(placement, Shard) else R for placement in made.layout)
                 )
             tangents.append(None if tangent is None else parts.grads[out])
-        halves = self._halves[stage]
+        halves = self._halves.get(stage, frozenset({ActionKind.B}))
         key = (forward.block.name, context, tuple(tangents), halves)
         if key not in self._done_back:
             name, micro = f"{kind.name}.{len(self._done_back)}.B", self.micro.segments[index]
@@ -389,12 +389,3 @@ def _makers(plan: Plan, held: Holding) -> dict[str, tuple[int, ...]]:
             if grad is not None:
                 found[name] = (*found.get(name, ()), index)
     return found
-
-
-def _halves(plan: Plan) -> tuple[frozenset[ActionKind], ...]:
-    """Per stage, which parts of its backward actions run."""
-    found: list[set[ActionKind]] = [set() for _ in plan.stages]
-    for action in {parse_action(text) for texts in plan.schedule.classes for text in texts}:
-        if action.kind in (ActionKind.B, ActionKind.I, ActionKind.W):
-            found[action.stage].add(action.kind)
-    return tuple(frozenset(kinds or {ActionKind.B}) for kinds in found)

@@ -96,6 +96,14 @@ class Schedule(Value, frozen=True, kw_only=True):
         """The actions of one rank."""
         return tuple(parse_action(text) for text in self.classes[self.rank_class[rank]])
 
+    def backward_parts(self) -> dict[int, frozenset[ActionKind]]:
+        """Per stage, which of B, I and W its actions run; a schedule may split some microbatches' backwards only."""
+        found: dict[int, set[ActionKind]] = {}
+        for action in map(parse_action, {text for texts in self.classes for text in texts}):
+            if action.kind in (ActionKind.B, ActionKind.I, ActionKind.W):
+                found.setdefault(action.stage, set()).add(action.kind)
+        return {stage: frozenset(kinds) for stage, kinds in found.items()}
+
     def runners(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """Per (stage, microbatch), the ranks that run it: those with its F, ascending."""
         forwards = [

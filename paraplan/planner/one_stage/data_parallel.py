@@ -19,7 +19,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.one_stage.on_mesh import plans_on_mesh
 from paraplan.planner.one_stage.solved_meshes import SolvedMeshes
-from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.pipeline.meshes import candidate_meshes, meshes_free
 from paraplan.planner.sharding.solve import Skipped, SolveLimits
 
 LEVELS = (1, 2, 0, 3)
@@ -43,8 +43,7 @@ def add_data_parallel(
         limits, deadline, progress: as of `plans_on_mesh`.
     """
     c, n = constraints, job.cluster.num_devices
-    pinned = any(each is not None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
-    if n == 1 or pinned or job.program.batch_size % n:
+    if n == 1 or not meshes_free(c) or job.program.batch_size % n:
         return
     for zero in LEVELS:
         if deadline.passed_s > SHARE * deadline.limit_s:

@@ -13,7 +13,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.pipeline.draft import Draft
-from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.pipeline.meshes import candidate_meshes, meshes_free
 
 USUAL_SHARE = 0.25
 """Of the time limit, for plain data parallelism to be planned before all else."""
@@ -66,7 +66,7 @@ class OneStagePlans:
         """
         n = self.job.cluster.num_devices
         pinned = is_piped(self.constraints) or self.constraints.recompute is not None
-        if pinned or not self._meshes_free or self.job.program.batch_size % n:
+        if pinned or not meshes_free(self.constraints) or self.job.program.batch_size % n:
             return
 
         def fits(zero: int, recompute: str | None = "none") -> bool:
@@ -108,7 +108,7 @@ class OneStagePlans:
             return
         mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
         pinned = msgspec.structs.replace(self.constraints, microbatches=count)
-        if self._meshes_free:
+        if meshes_free(self.constraints):
             pinned = msgspec.structs.replace(pinned, mesh=mesh)
         what = f"one stage, solved on mesh {'x'.join(map(str, mesh))}"
         self.attempt(what, pinned, partial(self.make, pinned, certify))
@@ -118,12 +118,6 @@ class OneStagePlans:
         pins = msgspec.structs.replace(self.constraints, recompute=recompute, **degrees)
         what = " ".join(f"{name}={degree}" for name, degree in degrees.items())
         return self.attempt(what, pins, partial(make, pins, False)) is not None
-
-    @property
-    def _meshes_free(self) -> bool:
-        """Whether the search chooses meshes."""
-        c = self.constraints
-        return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
 
 
 def is_piped(constraints: Constraints) -> bool:

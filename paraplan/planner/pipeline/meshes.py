@@ -60,3 +60,9 @@ def _pinned(n: int, c: Constraints) -> Mesh | None:
     sizes = (("dp", dp // ep), ("ep", ep), ("cp", cp), ("tp", tp), ("free", n // (dp * tp * cp)))
     named = [(name, size) for name, size in sizes if size > 1] or [("dp", 1)]
     return make_mesh(tuple(size for _, size in named), tuple(name for name, _ in named))
+
+
+def meshes_free(constraints: Constraints) -> bool:
+    """Whether neither a mesh nor a degree is pinned, so that a search chooses meshes."""
+    c = constraints
+    return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
