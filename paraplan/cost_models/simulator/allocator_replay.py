@@ -22,13 +22,14 @@ from paraplan.cost_models.simulator.live_bytes import MemoryWalk
 from paraplan.cost_models.simulator.step_memory import StepMemory, Storage
 from paraplan.ir.execution.name import Name, Role
 from paraplan.ir.execution.rank_program import RankProgram, Step, StepKind
-from paraplan.ir.process.memo import SESSION, Lately
+from paraplan.ir.process.memo import SESSION, Lately, Same
 
 STEPS = 4
 """Steps that are replayed at most."""
 ALIKE = 7
 """Programs of as many steps that are remembered: those of plans that differ elsewhere are equal."""
 _RESERVED: Lately[list[tuple[RankProgram, int]]] = SESSION.lately("allocator_replay.reserved", 100)
+_LAST: Lately[int] = SESSION.lately("allocator_replay.last", 100)
 
 
 class Request(NamedTuple):
@@ -54,9 +55,13 @@ def reserved_bytes(program: RankProgram, capacity_bytes: int) -> int:
     Raises:
         CostModelError: the program names what does not exist.
     """
+    return _LAST.get((Same(program), capacity_bytes), lambda: _looked_up(program, capacity_bytes))
+
+
+def _looked_up(program: RankProgram, capacity_bytes: int) -> int:
     alike = _RESERVED.get((len(program.steps), len(program.outer), capacity_bytes), list)
     for known, nbytes in alike:
-        if known is program or known == program:
+        if known == program:
             return nbytes
     found = _reserved_bytes(program, capacity_bytes)
     alike[:] = [*alike[-ALIKE:], (program, found)]

@@ -26,15 +26,15 @@ from paraplan.planner.pipeline.shorten import runs_of, shortened
 from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
-from paraplan.planner.schedules.full_rounds import FILLED, FILLED_BY_MANY
+from paraplan.planner.schedules.full_rounds import FULL, FULL_BY_MANY
 
 ROUNDS = 4
 """How often a pipeline is planned, each time for fewer bytes."""
 LEANER = 2.0
 """Times what a pipeline's fullest device is over, what a sharding is to keep less on every one."""
-CALL_S, WHOLE = 1.0e-3, 0.7
-"""Seconds that a segment takes to plan per microbatch that it is planned for, before the first pipeline has said so; of
-them, what it takes in each that is lowered and simulated once the plan is made whole (see `full_rounds`)."""
+CALL_S, WHOLE = 1.0e-3, 1.25
+"""Seconds that a segment takes to plan per microbatch that it is planned for, before the first pipeline has said so;
+how many times as long it takes until the plan is whole (see `full_rounds`)."""
 
 
 def no_room(needed_bytes: int, budget: int) -> SolverLimitError:
@@ -60,16 +60,16 @@ class PlanningEffort:
         """Until its plan is whole; of one stage nothing to speak of."""
         if combination.pp == 1:
             return 0.0
-        return self.call_s * (self._calls(combination) + WHOLE * self._calls(combination, 1))
+        return self.call_s * WHOLE * self._calls(combination)
 
     def took(self, combination: Combination, seconds: float) -> None:
         """A pipeline was planned for its first microbatches."""
         if combination.pp > 1:
             self.call_s = (self.call_s + seconds / self._calls(combination)) / 2
 
-    def _calls(self, combination: Combination, more: int = 0) -> int:
-        """Of segments, in microbatches that fill a pipeline and so many rounds more."""
-        rounds = (FILLED if combination.each == 1 else FILLED_BY_MANY) + more
+    def _calls(self, combination: Combination) -> int:
+        """Of segments, in the microbatches that a plan is lowered with."""
+        rounds = FULL if combination.each == 1 else FULL_BY_MANY
         return self.segments * min(combination.microbatches, rounds * combination.pp)
 
 

@@ -19,9 +19,9 @@ ESTIMATED, FEWEST = 40, 20
 """Combinations, in their shardings, whose orders are simulated: the best by a closed form; and how many in any case."""
 ALIKE = 0.03
 """How much longer than in its best sharding a combination may take in another for that to be estimated as well."""
-ESTIMATED_SHARE = 0.55
+ESTIMATED_SHARE = 0.62
 """Of the time limit, after which nothing else is estimated."""
-OWN, OWN_SHARE = 2, 0.6
+OWN, OWN_SHARE = 2, 0.7
 """Kinds whose best pipelines have shardings chosen for their own microbatches; of the time limit, after which not."""
 BATCH = 10
 """Combinations handed out at once."""

@@ -58,7 +58,7 @@ ENOUGH = 0.35
 """Of a device's room: where a sharding keeps no more in any pipeline, none that keeps less is looked for."""
 HIRED_S = 2.0
 """Seconds of a search from which on processes beside this one are worth their start."""
-PRICED_SHARE, SOLVED_SHARE = 0.4, 0.04
+PRICED_SHARE, SOLVED_SHARE = 0.56, 0.04
 """Of the time limit, after which nothing else is priced; of the time left, for the choice of one sharding."""
 
 

@@ -50,11 +50,16 @@ class Promise:
         unfit = self.unfit[kind] + self.unfit[kind, estimate.family]
         return estimate.step_s * self.off.get(estimate.family, usual) * UNFIT**unfit
 
-    def slack(self, estimate: Estimate) -> float:
-        """What it may be too high by."""
+    def slack(self, estimate: Estimate, left: float) -> float:
+        """What it may be too high by to be worth planning.
+
+        Args:
+            estimate: which.
+            left: of the time, the share that is left: with less of it, what is less likely to be faster is left out.
+        """
         if estimate.family == ONE_STAGE:
             return ONE_STAGE_SLACK
-        return SLACK if estimate.family in self.off else FIRST_SLACK
+        return max(SLACK, FIRST_SLACK * left) if estimate.family not in self.off else SLACK
 
     def planned(self, estimate: Estimate, kind: Hashable, found_s: float | None) -> None:
         """It was planned.

@@ -37,7 +37,7 @@ from paraplan.planner.joint.nothing_found import nothing_found
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.joint.promise import FIRST_SLACK, Promise
 from paraplan.planner.one_stage.one_stage_plans import OneStage, OneStagePlans, is_piped
-from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.pipeline_search import Slower
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -92,7 +92,6 @@ class JointSearch:
     tried: list[Tried] = field(default_factory=list)
     faults: list[ParaplanError] = field(default_factory=list)
     _promise: Promise = field(default_factory=Promise)
-    _longer: list[float] = field(default_factory=list)
     _bound: Bounding | None = None
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
 
@@ -131,7 +130,7 @@ class JointSearch:
                     break
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
-            alone.solve(self._whole_s, self.roomless, certify)
+            alone.solve(self.roomless, certify)
             self.drafts = self.drafts or self.roomless  # for which room is to be made
             self._make_fastest()
         except KeyboardInterrupt as fault:
@@ -144,7 +143,7 @@ class JointSearch:
             f"the fastest were planned: {'; '.join(self.words)}"
         )
         tried = kept(self.tried)
-        best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=self._whole_s))
+        best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=step_s))
         return (Draft.of(self._certified(best, listed)) if certify else best), *others
 
     def _end(self, fault: KeyboardInterrupt) -> None:
@@ -161,24 +160,18 @@ class JointSearch:
         self.is_interrupted = True
 
     def _make_fastest(self) -> None:
-        """Make drafts whole until the fastest of all is: of those that are not it is known what they hardly take less
-        than, and how many times as much those that were made have taken at least."""
-        while self.drafts and (best := min(self.drafts, key=self._whole_s)).plan is None:
+        """Make drafts whole until the fastest of all is."""
+        while self.drafts and (best := min(self.drafts, key=step_s)).plan is None:
             self.progress(f"all microbatches of the best so far, about {best.step_s:.4g} s")
-            (what, estimated_s, pins), drafted_s = self._drafted[id(best)], best.step_s
+            what, estimated_s, pins = self._drafted[id(best)]
             try:
                 self.tried.append(planned(what, best.made(), estimated_s, pins))
                 self.words.append(f"{what}, whole: {best.step_s:.4g} s")
-                self._longer.append(best.step_s / drafted_s)
             except ParaplanError as fault:
                 self.drafts.remove(best)
                 self.faults.append(fault)
                 self.tried.append(in_vain(what, fault, estimated_s))
                 self.words.append(f"{what}, whole: nothing")
-
-    def _whole_s(self, draft: Draft) -> float:
-        """What a draft takes once it is made."""
-        return draft.step_s * (min(self._longer, default=1.0) if draft.plan is None else 1.0)
 
     def _bounding(self, listed: Sequence[Combination]) -> Bounding | None:
         """What is proved of every combination, beside what else is done; None where that is nothing, where the schedule
@@ -186,7 +179,7 @@ class JointSearch:
         first, of which the bound is."""
         if self.job.compiled or self.constraints.schedule == SEARCHED or len(self.job.cluster.groups) > 1:
             return None
-        best = min(self.drafts, key=self._whole_s)
+        best = min(self.drafts, key=step_s)
         self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
         within_s = max(PROVED_SHARE * self.deadline.limit_s, 1.0)
         task = listed, best.cut, best.step_s, within_s
@@ -234,7 +227,8 @@ class JointSearch:
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):
                 break
-            if self._hoped_s(first) > (1 + self._promise.slack(first)) * self.best_s:
+            left = left_s / self.deadline.limit_s
+            if self._hoped_s(first) > (1 + self._promise.slack(first, left)) * self.best_s:
                 break
             waiting.remove(first)
             began_s = self.deadline.passed_s

@@ -12,7 +12,7 @@ import msgspec
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.meshes import candidate_meshes, meshes_free
 
 USUAL_SHARE = 0.25
@@ -82,14 +82,13 @@ class OneStagePlans:
         if fits(3, recompute):  # which holds least
             fits(2, recompute)
 
-    def solve(self, whole_s: Callable[[Draft], float], roomless: Sequence[Draft], certify: bool) -> None:
+    def solve(self, roomless: Sequence[Draft], certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best or nearly so, allocators having room for it or not, on
         its mesh. Under tight memory tensor parallelism inside nodes is planned before: of layouts that take as much
         work all would have to be fitted to find those that fit with least made again.
 
         Args:
-            whole_s: what a draft takes once it is made.
             roomless: drafts that allocators have no room for.
             certify: whether to bound what is found.
         """
@@ -98,13 +97,13 @@ class OneStagePlans:
             self._fits(self.make, None, tp=node, **({} if n == node else {"dp": n // node}))
         if is_piped(self.constraints) or self.deadline.is_over:
             return
-        best = min(self.drafts, key=whole_s, default=None)
+        best = min(self.drafts, key=step_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
             self.attempt("one stage", self.constraints, partial(self.make, self.constraints, certify))
             return
         alone = [draft for draft in (*self.drafts, *roomless) if len(draft.sample.stages) == 1]
-        nearest = min(alone, key=whole_s, default=None)
-        if nearest is None or whole_s(nearest) > NEARLY * whole_s(best):
+        nearest = min(alone, key=step_s, default=None)
+        if nearest is None or nearest.step_s > NEARLY * best.step_s:
             return
         mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
         pinned = msgspec.structs.replace(self.constraints, microbatches=count)

@@ -1,8 +1,7 @@
 """A pipeline that was planned for its first microbatches, and is made whole when it is asked for.
 
 Lowering and simulating all microbatches of a pipeline takes several times what deciding on it takes. Which of some
-pipelines is the fastest seldom hangs on it: the first microbatches say nearly what all of them take, since a full
-pipeline goes on as it does.
+pipelines is the fastest does not need it: once a pipeline is full it goes on as it does (`schedules.full_rounds`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ class Draft:
     """A plan, or what is to become one.
 
     Attributes:
-        step_s: of the plan; of one that is not made yet, what it hardly takes less than.
+        step_s: of the plan; of one that is not made yet, of all its microbatches from the first ones, or, where that is
+            not known, what it hardly takes less than.
         make: the plan, with its prediction.
         sample: the plan of the first microbatches, which holds as much; that of all where there is no other.
         peak_bytes: the most a rank holds of it.
@@ -63,6 +63,11 @@ class Draft:
 
         plan = None if self.plan is None else noted(self.plan)
         return replace(self, make=lambda: noted(self.made()), plan=plan)
+
+
+def step_s(draft: Draft) -> float:
+    """The step of a draft, to order some by."""
+    return draft.step_s
 
 
 def _predicted(plan: Plan) -> Prediction:

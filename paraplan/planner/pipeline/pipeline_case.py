@@ -31,7 +31,7 @@ from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.recompute.stage_memory import Activations, in_flight, less_of, recomputing
 from paraplan.planner.schedules.complete import complete
-from paraplan.planner.schedules.full_rounds import FILLED, few_orders
+from paraplan.planner.schedules.full_rounds import LEAST, few_orders
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.schedule_problem import Orders, holders_of, stages_of
 from paraplan.rules.time_axis import program_micro
@@ -99,7 +99,7 @@ class PipelineCase:
     def _round_s(self, made: Realised) -> float:
         """What a microbatch takes in a full pipeline: between the backwards of those that are as many as positions
         apart, or nearly, on the rank where that is longest."""
-        if self.num_run < FILLED * self.positions or self.positions == 1:
+        if self.num_run < LEAST * self.positions or self.positions == 1:
             return 0.0
         stop = self.num_run - self.positions - 1
         first, found = max(stop - self.positions, 0), 0.0
@@ -127,9 +127,10 @@ class PipelineCase:
             taken: per segment the number of an option; () for nothing.
         """
         kept = self.taking(sharding, taken)
-        return (
-            self._recomputing(sharding, self._bounds(sharding), kept, taken) if self.is_cut_by_time else realised(kept)
-        )
+        first = None if any(taken) and self.is_cut_by_time else realised(kept)  # what is thought to fit often does
+        if first is not None and not self.is_cut_by_time:
+            return first
+        return self._recomputing(sharding, self._bounds(sharding), kept, taken, first)
 
     def taking(self, sharding: Sharding, taken: Sequence[int]) -> Plan:
         """The plan with a sharding whose segments recompute what is said, fitting or not.
@@ -177,7 +178,7 @@ class PipelineCase:
         if pinned is not None:
             return found
         if begun is None or not self.is_cut_by_time:
-            found.append(self._recomputing(sharding, bounds, found[0].plan, taken))
+            found.append(self._recomputing(sharding, bounds, found[0].plan, taken, found[0]))
         elif any(taken):  # from less made again: what is made again is held for a moment, too
             found.append(self._recomputing(sharding, bounds, self._plan(sharding, bounds, (), 1), ()))
         return found + self._with_waiting(sharding, bounds, found[0], taken)
@@ -189,7 +190,9 @@ class PipelineCase:
             return [self._recomputing(sharding, bounds, less.plan, taken)]
         return []
 
-    def _recomputing(self, sharding: Sharding, bounds: Bounds, kept: Plan, taken: Sequence[int]) -> Realised:
+    def _recomputing(
+        self, sharding: Sharding, bounds: Bounds, kept: Plan, taken: Sequence[int], first: Realised | None = None
+    ) -> Realised:
         """As little recomputed as fits, gradients being reduced as in a plan that keeps everything."""
         return recomputing(
             kept,
@@ -198,6 +201,7 @@ class PipelineCase:
             self.budget,
             taken,
             self.memory,
+            first,
         )
 
     @cached_property

@@ -44,7 +44,7 @@ from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
 from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
-from paraplan.planner.schedules.full_rounds import as_a_whole
+from paraplan.planner.schedules.full_rounds import as_a_whole, carried
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.schedule_problem import holders_of
 
@@ -100,7 +100,7 @@ def search_pipeline(job: Job, constraints: Constraints, shardings: Shardings) ->
 
 
 def search_from(job: Job, constraints: Constraints, shardings: Shardings, start: Start) -> Draft | Slower:
-    """As `search_pipeline`, from what is known, and not made whole yet; `Slower` where that is enough to leave it.
+    """As `search_pipeline`, from what is known, and not made whole yet; `Slower` where it takes longer than is known.
 
     Args:
         job: what is planned.
@@ -117,11 +117,12 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
         return best
     if few is None:
         return Draft.of(_told(best))
-    least_s = few.least_s(best)
-    if least_s > start.within_s:
-        return Slower(least_s)
-    whole = partial(_whole, case, few, best.plan, shardings, start)
-    return Draft(least_s, whole, best.plan, best.peak_bytes)
+    step_s, plan = few.least_s(best), rescheduled(best.plan, case.schedule, holders_of(case.orders))
+    if step_s <= start.within_s and (found := carried(plan, best)) is not None:
+        step_s = found.simulation.step_s
+    if step_s > start.within_s:
+        return Slower(step_s)
+    return Draft(step_s, partial(_whole, case, few, plan, shardings, start), best.plan, best.peak_bytes)
 
 
 def whole_of(job: Job, constraints: Constraints, shardings: Shardings, start: Start, sample: Plan) -> Plan:
@@ -134,23 +135,24 @@ def whole_of(job: Job, constraints: Constraints, shardings: Shardings, start: St
     case = replace(case_of(job, constraints), memory=start.memory)
     few = of_few_microbatches(case)
     assert few is not None
-    return _whole(case, few, sample, shardings, start)
+    return _whole(case, few, rescheduled(sample, case.schedule, holders_of(case.orders)), shardings, start)
 
 
-def _whole(case: PipelineCase, few: PipelineCase, best: Plan, shardings: Shardings, start: Start) -> Plan:
-    """The plan of all microbatches; where they need more than there is, with more made again, or with as much less for
-    the first ones."""
+def _whole(case: PipelineCase, few: PipelineCase, plan: Plan, shardings: Shardings, start: Start) -> Plan:
+    """The plan of all microbatches, priced; where they need more than there is, with more made again, or with as much
+    less for the first ones."""
     start, budget = replace(start, within_s=math.inf), few.budget
     for again in range(TIMES):
-        whole = as_a_whole(rescheduled(best, case.schedule, holders_of(case.orders)))
+        whole = as_a_whole(plan)
         needed = case.needed(whole)
         if case.fits(whole) or (whole.peak_bytes <= case.budget and again == TIMES - 1):
             return _told(whole)  # what allocators reserve for it may still be too much
         less = None
         if start.sharding is not None and case.constraints.recompute is None and not whole.over_bytes:
-            less = case.lessened(start.sharding, best, needed)
+            less = case.lessened(start.sharding, plan, needed)
         budget -= max(max(needed) - case.budget, 0)
         best = less or _realised(_fastest(replace(few, budget=budget), shardings, start)).plan
+        plan = rescheduled(best, case.schedule, holders_of(case.orders))
     return _told(_realised(_fastest(case, shardings, start)))
 
 

@@ -61,6 +61,7 @@ def recomputing(
     budget: Budget,
     begun: Sequence[int] = (),
     memory: ClassMemory | None = None,
+    first: Realised | None = None,
 ) -> Realised:
     """The pipeline with as little recomputed as fits, or the one that comes closest.
 
@@ -72,16 +73,19 @@ def recomputing(
         begun: per segment, the option it takes already; () for the first of each. Where some position is over then,
             those that have room take less.
         memory: what rank classes need; None for what is alive.
+        first: `kept`, where it was lowered.
     """
     memory = memory or ClassMemory()
     taking, plan = _Taking(kept, options_of, budget, begun), kept
+    if first is not None:
+        memory.seen(first, budget)
     least: tuple[float, Plan] = (-math.inf, kept)
     for round_ in range(ROUNDS + LAST):
         over = _over(plan, memory.needed(plan, budget), budget)
         taking.found(over)
         fates = taking.less(over, round_) if round_ < ROUNDS else taking.known()
         if max(over.values()) <= 0 and fates is None:
-            made = realised(plan)
+            made = first if first is not None and plan is kept else realised(plan)
             over = _over(plan, memory.seen(made, budget), budget)
             if max(over.values()) <= 0:
                 return made

@@ -1,8 +1,8 @@
 """A pipeline of many microbatches from its first ones: once it is full, rounds repeat.
 
-A round is as many microbatches as there are positions. A plan is lowered and simulated for as few as fill the pipeline,
-and where in that every rank has two rounds of equal steps, all microbatches are simulated by these (`repeated_rounds`):
-exactly, without lowering them. What ranks hold is what they hold of the first ones.
+A round is as many microbatches as there are positions. A plan is lowered and simulated for as few as give every position
+two rounds of equal computations, and where that makes two rounds of equal steps, all microbatches are simulated by these
+(`repeated_rounds`): exactly, without lowering them. What ranks hold is what they hold of the first ones.
 
 Limits: schedules by name that hold each stage on one position, and whose in-flight microbatches do not grow with their
 number.
@@ -10,6 +10,7 @@ number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.cost_models.simulator.repeated_rounds import simulate_rounds
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.rank_program import RankProgram
-from paraplan.ir.execution.schedule import split_classes, spread
+from paraplan.ir.execution.schedule import Action, split_classes, spread
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
 from paraplan.ir.process.memo import SESSION, Lately
@@ -32,11 +33,10 @@ from paraplan.planner.schedules.order_times import OrderTimes
 from paraplan.planner.schedules.schedule_problem import Orders, StageCosts, holders_of
 from paraplan.rules.time_axis import program_micro
 
-FILLED, FILLED_BY_MANY, SAVED = 2, 3, 1.5
-"""Microbatches a position with which plans are tried where there are this many times more: in the second half of two
-every stage has gradients while as many microbatches are in flight as ever, unless positions have several stages."""
-ROUNDS, WORTH = 3, 0.8
-"""Rounds more that are tried; of all microbatches, how many are not worth carrying on from."""
+FULL, FULL_BY_MANY = 3, 4
+"""Rounds with which named schedules have two that are alike: where positions have one stage, and several."""
+LEAST, ROUNDS, WORTH = 2, 3, 0.8
+"""Rounds that are looked at first; how many more are; of all microbatches, how many are not worth carrying on from."""
 
 
 class Carried(NamedTuple):
@@ -52,7 +52,6 @@ class Carried(NamedTuple):
     simulation: Simulation
 
 
-_FULL: Lately[list[int]] = SESSION.lately("full_rounds.full", 100)
 _CARRIED: Lately[Carried | None] = SESSION.lately("full_rounds.carried", 8)
 
 
@@ -91,8 +90,8 @@ def programs_of(plan: Plan) -> tuple[RankProgram, ...]:
 
 
 def few_orders(program: Program, name: str, orders: Orders, num_stages: int) -> tuple[int, Orders] | None:
-    """The first microbatches of a schedule, as many as fill the pipeline, and their orders; None where that saves
-    little, or more microbatches hold more.
+    """The first microbatches of a schedule, as many as give every position two rounds alike, and their orders; None where
+    that saves little, or more microbatches hold more.
 
     Args:
         program: that is run.
@@ -100,37 +99,47 @@ def few_orders(program: Program, name: str, orders: Orders, num_stages: int) -> 
         num_stages: of the pipeline.
     """
     positions, micros = len(orders), 1 + max(action.microbatch for order in orders for action in order)
-    few = positions * (FILLED if num_stages == positions else FILLED_BY_MANY)
-    if positions == 1 or micros <= SAVED * few or program.buffer_updates:
+    if positions == 1 or program.buffer_updates or program_micro(program, micros).tail < len(program.segments):
         return None
-    if program_micro(program, micros).tail < len(program.segments):
-        return None
-    few += micros % positions
-    try:
-        found = named_orders(name, positions, few, num_stages // positions)
-    except ConstraintError:
-        return None
-    alike = (StageCosts(),) * num_stages
-    same = len({OrderTimes(each, num_stages).peak_bytes(alike) for each in (found, orders)}) == 1
-    return (few, found) if same else None
+    for few in range(LEAST * positions + micros % positions, int(WORTH * micros) + 1, positions):
+        try:
+            found = named_orders(name, positions, few, num_stages // positions)
+        except ConstraintError:
+            return None
+        if all(_has_rounds(order, positions) for order in found):
+            alike = (StageCosts(),) * num_stages
+            same = len({OrderTimes(each, num_stages).peak_bytes(alike) for each in (found, orders)}) == 1
+            return (few, found) if same else None
+    return None
+
+
+def _has_rounds(order: Sequence[Action], microbatches: int) -> bool:
+    """Whether an order has a round of so many microbatches, and then the same for the next ones."""
+    alike = 0
+    length = microbatches * sum(action.microbatch == 0 for action in order)
+    for action, later in zip(order, order[length:], strict=False):
+        is_alike = later == msgspec.structs.replace(action, microbatch=action.microbatch + microbatches)
+        alike = alike + 1 if is_alike else 0
+        if alike == length:
+            return True
+    return False
 
 
 def _carried(plan: Plan, few: Realised | None) -> Carried | None:
     if plan.schedule.name not in NAMED or plan.schedule.num_replicas > 1 or plan.delayed_update is not None:
         return None
     positions, count = len({mesh for stage in plan.stages for mesh in stage.meshes}), plan.num_microbatches
-    if positions == 1 or count <= SAVED * FILLED * positions:
+    if positions == 1 or WORTH * count < LEAST * positions:
         return None
     try:
         orders = named_orders(plan.schedule.name, positions, count, len(plan.stages) // positions)
     except ConstraintError:
         return None
     first = few_orders(plan.program, plan.schedule.name, orders, len(plan.stages))
-    if first is None or first[0] > WORTH * count or _under(plan, orders).schedule != plan.schedule:
+    if first is None or _under(plan, orders).schedule != plan.schedule:
         return None
     most, each = min(int(WORTH * count), first[0] + ROUNDS * positions), len(plan.stages) // positions
-    full = _FULL.get((plan.schedule.name, positions, each, count % positions), list)  # the last that had rounds alike
-    for num_run in range(full[0] if full and full[0] <= most else first[0], most + 1, positions):
+    for num_run in range(first[0], most + 1, positions):
         if few is not None and num_run == first[0]:
             sample, programs = few.plan, few.programs
         else:
@@ -140,7 +149,6 @@ def _carried(plan: Plan, few: Realised | None) -> Carried | None:
         more, classes = (count - num_run) // positions, sample.schedule.rank_class
         found = simulate_rounds(programs, plan_costs(sample), classes, positions, more)
         if found is not None and (few is None or found.few.peak_bytes == few.simulation.peak_bytes):
-            full[:] = [num_run]
             return Carried(Realised(sample, programs, found.few), found.all)
     return None
 
