@@ -301,8 +301,6 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print_fault(fault, flags_of(Constraints, JobOptions, RunOptions))
         sys.exit(1 if isinstance(fault, CheckError) else 2)
-    finally:
-        gc.freeze()  # what is left ends with the process: looked through as garbage, it takes seconds
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.backward import LoweredBackward
 from paraplan.lowering.blocks.backward_halves import half_of, needs_zero, prefetches
-from paraplan.lowering.blocks.bundle import bundle_key
+from paraplan.lowering.blocks.bundle import bundle_key, is_small
 from paraplan.lowering.blocks.small_blocks import zero_block
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.stage_blocks import StageBlocks
@@ -52,7 +52,7 @@ class SegmentSteps:
         self._program = rank.program
         self._casts = CastSteps(rank, writer)
         depth = UNSHARDED_AHEAD if len(rank.lowered.held) == 1 else len(rank.program.segments)
-        self._unsharded = TransferQueue(writer, depth)
+        self._unsharded, self._unsharded_first = TransferQueue(writer, depth), TransferQueue(writer, depth)
         self._small, self._large, self._fetched, self._saved, self._boundaries, self._offloads = (
             TransferQueue(writer) for _ in range(6)
         )
@@ -61,7 +61,11 @@ class SegmentSteps:
         self._boundary_offload = BoundaryOffload(rank, writer.cache)
 
     def unshard(self, actions: Sequence[Action]) -> None:
-        """The step begins: what rests sharded is gathered in the order in which segments first read it."""
+        """The step begins: what rests sharded is gathered in the order in which segments first read it.
+
+        In a pipeline all of it is under way at once. What is small and has two ways to go goes first: its second
+        collective would come after all that large ones send, which its first segment would wait for.
+        """
         reads = dict.fromkeys(
             (name, index)
             for action in actions
@@ -72,14 +76,22 @@ class SegmentSteps:
         )
         first = dict(reversed(reads))
         gathers: dict[int, list[BundledValue]] = {}
+        before: dict[int, list[BundledValue]] = {}
         for name, index in reads:
             if first[name] == index:
-                gathers.setdefault(index, []).append(self._unsharding(name))
-        self._unsharded.prefetch(gather_groups(gathers, self._gathering("hold."), self._rank.plan.bundle_bytes))
+                value = self._unsharding(name)
+                small = len(value.path) > 1 and is_small(value.spec, value.path[0], self._rank.extended)
+                goes_first = small and self._unsharded.depth > UNSHARDED_AHEAD
+                (before if goes_first else gathers).setdefault(index, []).append(value)
+        blocks = self._gathering("hold.")
+        self._unsharded_first.prefetch(each_alone(before, blocks))
+        self._unsharded_first.issue_rest()
+        self._unsharded.prefetch(gather_groups(gathers, blocks, self._rank.plan.bundle_bytes))
         self._unsharded.begin()
 
     def reach(self, index: int) -> None:
         """A segment is next: what rested sharded is whole, before its input is waited for."""
+        self._unsharded_first.reach(index)
         self._unsharded.reach(index)
 
     def _gathering(self, stem: str) -> BundleBlocks:
@@ -152,7 +164,7 @@ class SegmentSteps:
         offloaded = self._offloaded_boundaries(order, m)
         for index in order:
             segment, lowered = self._program.segments[index], forwards[index]
-            self._unsharded.reach(index)
+            self.reach(index)
             self._casts.reach(index)
             for coming in (*self._gathered, self._fetched):
                 coming.reach(index)

@@ -71,6 +71,12 @@ class TransferQueue:
             for each in ahead.pending:
                 each.issue_rest()
 
+    def issue_rest(self) -> None:
+        """The second collectives of all that was prefetched are issued."""
+        for ahead in self._ahead:
+            for each in ahead.pending:
+                each.issue_rest()
+
     def reach(self, at: Hashable) -> None:
         """A consumer is next: what it needs is waited for, and what the next ones need is issued."""
         if self._ahead and self._ahead[0].at == at:

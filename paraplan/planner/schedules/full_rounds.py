@@ -1,8 +1,9 @@
 """A pipeline of many microbatches from its first ones: once it is full, rounds repeat.
 
-A round is as many microbatches as there are positions. A plan is lowered and simulated for as few as give every position
-two rounds of equal computations, and where that makes two rounds of equal steps, all microbatches are simulated by these
-(`repeated_rounds`): exactly, without lowering them. What ranks hold is what they hold of the first ones.
+A round is as many microbatches as there are positions. A plan is lowered and simulated for as few as give every
+position two rounds of equal computations, and where that makes two rounds of equal steps, all microbatches are
+simulated by these (`repeated_rounds`): exactly, without lowering them. What ranks hold is what they hold of the first
+ones.
 
 Limits: schedules by name that hold each stage on one position, and whose in-flight microbatches do not grow with their
 number.
@@ -90,8 +91,8 @@ def programs_of(plan: Plan) -> tuple[RankProgram, ...]:
 
 
 def few_orders(program: Program, name: str, orders: Orders, num_stages: int) -> tuple[int, Orders] | None:
-    """The first microbatches of a schedule, as many as give every position two rounds alike, and their orders; None where
-    that saves little, or more microbatches hold more.
+    """The first microbatches of a schedule, as many as give every position two rounds alike, and their orders; None
+    where that saves little, or more microbatches hold more.
 
     Args:
         program: that is run.
