@@ -2,9 +2,10 @@
 
 A point is tp x pp x stages a position x samples of a microbatch x schedule x ZeRO level (x ep), data parallel over what
 is left, under sequence parallelism where tp > 1. Positions are priced once for each (tp, ep, samples, ZeRO), as the
-joint search prices its own (`planner.pipeline.stage_prices`), every point is put in order by the closed form, and the
-orders of the best are simulated over stages (`planner.joint.estimate`). Stages of several a position are cut evenly.
-What is recomputed is the fourth of a point's choices that fits first: nothing, attention (`selective`), all (`full`).
+joint search prices its own (`planner.pipeline.prices.stage_prices`), every point is put in order by the closed form,
+and the orders of the best are simulated over stages (`planner.joint.estimate`). Stages of several a position are cut
+evenly. What is recomputed is the fourth of a point's choices that fits first: nothing, attention (`selective`), all
+(`full`).
 
 Limits: ranks are estimates; only points that are planned and simulated have a step. A point that has to recompute is
 ranked between what recomputation op by op would take and recomputing half of all.
@@ -30,7 +31,7 @@ from paraplan.planner.joint.estimate import Pricer
 from paraplan.planner.joint.pricing import USUAL
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices
+from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.sharding.solve import SolveLimits, choose
 from paraplan.rules.time_axis import program_micro, splittable

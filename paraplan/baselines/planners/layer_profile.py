@@ -37,7 +37,7 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.recompute.stage_recompute import options_of
 from paraplan.planner.sharding.solve import SolveLimits, choose
 from paraplan.rules.time_axis import program_micro, splittable

@@ -10,6 +10,7 @@ Only what needs no other order is bundled: parameters gathered for segments (`pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,8 @@ def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUN
 def bundle_key(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Key | None:
     """What a tensor must share with others to travel with them; None where it goes alone.
 
-    Small ones travel together that are moved elementwise, over any number of axes (sums), or by one gather or scatter.
+    Small ones travel together that are moved elementwise, over any number of axes (sums), by one gather or scatter, or
+    by gathers of one dim, whose parts of parts are then in order.
 
     Args:
         spec: of the tensor, global.
@@ -84,11 +86,15 @@ def bundle_key(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Key 
     found = [move.collective for move in path if move.collective is not None]
     if not found or len(found) < len(path) or any(each.splits and each.joins for each in found):
         return None
-    if len(found) > 1 and not all(each.is_elementwise for each in found):
+    if len(found) > 1 and not (all(each.is_elementwise for each in found) or _gathers_one_dim(path)):
         return None
-    if not is_small(spec, path[0], mesh_shape):
+    if not is_small(spec, path[0], mesh_shape) or any(pads(spec.shape, move, mesh_shape) for move in path[1:]):
         return None
     return spec.dtype, tuple((move.kind, move.axis, move.reduction) for move in path)
+
+
+def _gathers_one_dim(path: Sequence[Move]) -> bool:
+    return all(move.is_gather and move.dim == path[0].dim for move in path)
 
 
 def move_together(
@@ -122,7 +128,8 @@ def move_together(
     for move in paths[0]:
         done = emitter.exchange(move, done, f"{stem}^{move.kind}", in_place=True)
     if first.is_gather:
-        return _unstack(emitter, stem, done, values, n, dims)
+        parts = math.prod(emitter.mesh_shape[move.axis] for move in paths[0])
+        return _unstack(emitter, stem, done, values, parts, dims)
     shapes = [value.shape for value in values]
     if scatters:
         shapes = [_cut(shape, dim, n) for shape, dim in zip(shapes, dims, strict=True)]

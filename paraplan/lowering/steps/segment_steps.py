@@ -17,7 +17,7 @@ from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.backward import LoweredBackward
 from paraplan.lowering.blocks.backward_halves import half_of, needs_zero, prefetches
-from paraplan.lowering.blocks.bundle import bundle_key, is_small
+from paraplan.lowering.blocks.bundle import SMALL_BYTES, bundle_key, local_bytes
 from paraplan.lowering.blocks.small_blocks import zero_block
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.stage_blocks import StageBlocks
@@ -80,11 +80,12 @@ class SegmentSteps:
         for name, index in reads:
             if first[name] == index:
                 value = self._unsharding(name)
-                small = len(value.path) > 1 and is_small(value.spec, value.path[0], self._rank.extended)
-                goes_first = small and self._unsharded.depth > UNSHARDED_AHEAD
+                whole_bytes = local_bytes(value.spec, value.path[-1].after, self._rank.extended)
+                goes_first = len(value.path) > 1 and whole_bytes <= SMALL_BYTES
+                goes_first = goes_first and self._unsharded.depth > UNSHARDED_AHEAD
                 (before if goes_first else gathers).setdefault(index, []).append(value)
         blocks = self._gathering("hold.")
-        self._unsharded_first.prefetch(each_alone(before, blocks))
+        self._unsharded_first.prefetch(gather_groups(before, blocks, self._rank.plan.bundle_bytes))
         self._unsharded_first.issue_rest()
         self._unsharded.prefetch(gather_groups(gathers, blocks, self._rank.plan.bundle_bytes))
         self._unsharded.begin()

@@ -13,7 +13,7 @@ import msgspec
 
 from paraplan.planner.pipeline.cuts.balanced_cuts import Short
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
-from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.schedules.order_memory import Waiting
 from paraplan.planner.schedules.order_times import Ended, OrderTimes
 from paraplan.planner.schedules.schedule_problem import StageCosts

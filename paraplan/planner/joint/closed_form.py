@@ -10,7 +10,7 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.links import LinkWay, message_s, ways
-from paraplan.planner.pipeline.stage_totals import Totals
+from paraplan.planner.pipeline.prices.stage_totals import Totals
 from paraplan.planner.schedules.named import NAMED
 
 

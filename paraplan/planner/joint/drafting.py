@@ -22,8 +22,9 @@ from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
-from paraplan.planner.pipeline.shorten import runs_of, shortened
-from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
+from paraplan.planner.pipeline.prices.shorten import runs_of, shortened
+from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
+from paraplan.planner.pipeline.prices.stage_timing import few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.schedules.full_rounds import FULL, FULL_BY_MANY

@@ -7,7 +7,7 @@ Where that is over the budget, as much is recomputed in its stages as fits, by t
 byte. A stage's gradients are reduced from its last backward's end on (the first stage's beside it), one stage of a
 position after another, beside what it still computes; updates follow. Where two positions hold a stage, they exchange
 its gradients (an all-reduce of two ranks moves each byte once). Limits: an estimate, neither a bound nor a simulated
-plan; halves of a backward are taken to be equal; links are thought to be shared by nothing else.
+plan; links are thought to be shared by nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.pipeline.cuts.balanced_cuts import Short, cut_balanced
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.links import Handed
-from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import OrderTimes, named_times
 from paraplan.planner.schedules.schedule_problem import StageCosts
@@ -244,13 +244,8 @@ def _stage_costs(
     prices: StagePrices, memory: ChainMemory, bound: tuple[int, int], sends_s: tuple[float, float], splits: bool
 ) -> StageCosts:
     first, stop = bound
-    forward_s = sum(prices.forward_s[first:stop]) + prices.cut_forward_s
-    backward_s = sum(prices.backward_s[first:stop]) + prices.cut_backward_s
     return StageCosts(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        input_grad_s=backward_s / 2,
-        weight_grad_s=backward_s / 2,
+        **prices.stage_seconds(bound, splits)._asdict(),
         send_forward_s=sends_s[0],
         send_backward_s=sends_s[1],
         activation_bytes=sum(memory.saved_bytes[first:stop]),

@@ -1,6 +1,8 @@
 """The most promising of a space's combinations, estimated: all by a closed form, the best with their orders.
 
-Orders of combinations are simulated by this process and those beside it, a batch at a time.
+Orders of combinations are simulated by this process and those beside it, a batch at a time. A closed form does not see
+how finely a chain can be cut: of as many positions and stages a position as were estimated before, others are taken to
+be longer than by their closed form by as much as those were.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, EstimateNumbers, Pricer
 from paraplan.planner.joint.pricing import USUAL, Packed, Pricing
-from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.joint.pricing_order import Kind
+from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 
 ESTIMATED, FEWEST = 40, 20
 """Combinations, in their shardings, whose orders are simulated: the best by a closed form; and how many in any case."""
-ALIKE = 0.03
-"""How much longer than in its best sharding a combination may take in another for that to be estimated as well."""
+ALIKE, WORSE = 0.03, 0.08
+"""How much longer than in its best sharding a combination may take in another for that to be estimated as well; how
+much longer than the best estimate what is left is thought to take for nothing else to be estimated."""
 ESTIMATED_SHARE = 0.62
 """Of the time limit, after which nothing else is estimated."""
-OWN, OWN_SHARE = 2, 0.7
-"""Kinds whose best pipelines have shardings chosen for their own microbatches; of the time limit, after which not."""
+OWN, EACH, OWN_SHARE = 2, 3, 0.7
+"""Kinds whose best pipelines have shardings chosen for their own microbatches; how many of each kind are estimated in
+these; of the time limit, after which not."""
 BATCH = 10
 """Combinations handed out at once."""
 
@@ -52,17 +57,46 @@ def estimate_best(
             quick.append((least_s, number, combination, known[-1][1]))
         near = (each for each in known if math.isfinite(each[0]) and each[0] <= (1 + ALIKE) * least_s)
         quick += [(each_s, number, combination, prices) for each_s, prices in near]
-    best = [each[2:] for each in sorted(quick, key=lambda each: each[:2])[:ESTIMATED]]
-    found: list[Estimate] = []
-    for first in range(0, len(best), BATCH):
-        if first >= FEWEST and pricing.deadline.passed_s > ESTIMATED_SHARE * pricing.deadline.limit_s:
-            break
-        found += _batch(pricing, best[first : first + BATCH], faults, share)
+    found = _in_turn(pricing, sorted(quick, key=lambda each: each[:2]), faults, share)
     found += _own(pricing, found, best_s, faults, share)
     ranked: dict[Combination, Estimate] = {}
     for estimate in sorted(found, key=lambda each: each.rank):
         ranked.setdefault(estimate.combination, estimate)
     return list(ranked.values())
+
+
+def _in_turn(
+    pricing: Pricing,
+    waiting: list[tuple[float, int, Combination, StagePrices]],
+    faults: list[ParaplanError],
+    share: float,
+) -> list[Estimate]:
+    """Estimates of some combinations, each with its closed form, its number and its prices: the most promising first,
+    by what is known after each batch."""
+    found: list[Estimate] = []
+    off: dict[tuple[int, int], float] = {}
+    most, num_done = min(ESTIMATED, len(waiting)), 0
+
+    def hoped_s(each: tuple[float, int, Combination, StagePrices]) -> float:
+        return each[0] * off.get((each[2].pp, each[2].each), 1.0)
+
+    while num_done < most:
+        waiting.sort(key=lambda each: (hoped_s(each), each[1]))
+        least_s = min((estimate.step_s for estimate in found), default=math.inf)
+        late = pricing.deadline.passed_s > ESTIMATED_SHARE * pricing.deadline.limit_s
+        if num_done >= FEWEST and (late or hoped_s(waiting[0]) > (1 + WORSE) * least_s):
+            break
+        batch, waiting = waiting[:BATCH], waiting[BATCH:]
+        num_done += len(batch)
+        made = _batch(pricing, [each[2:] for each in batch], faults, share)
+        found += made
+        quick_s = {(each[2], id(each[3])): each[0] for each in batch}
+        for estimate in made:
+            own_s = quick_s[estimate.combination, id(estimate.prices)]
+            if math.isfinite(own_s) and math.isfinite(estimate.step_s):
+                key = estimate.combination.pp, estimate.combination.each
+                off[key] = min(off.get(key, math.inf), estimate.step_s / own_s)
+    return found
 
 
 def _own(
@@ -79,7 +113,13 @@ def _own(
         return []
     pricing.progress(f"shardings for their own microbatches: {'; '.join(each.text for each in own)}")
     new = {id(prices) for prices in pricing.price_own(own, best_s)}
-    pairs = [(each, prices) for each in own for prices in pricing.of(each) if id(prices) in new]
+    kinds = [pricing.kind(each) for each in own]
+    alike: dict[Combination, Kind] = {}  # of these kinds the best, in whatever schedule
+    for estimate in sorted(found, key=lambda each: each.rank):
+        kind = pricing.kind(estimate.combination)
+        if kind in kinds and sum(kind == other for other in alike.values()) < EACH:
+            alike[estimate.combination] = kind
+    pairs = [(each, prices) for each in alike for prices in pricing.of(each) if id(prices) in new]
     return _batch(pricing, pairs, faults, share)
 
 

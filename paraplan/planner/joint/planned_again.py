@@ -22,7 +22,7 @@ from paraplan.planner.joint.estimate import Pricer
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.pipeline_search import Start, search_from
-from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.schedules.named import NAMED

@@ -34,8 +34,8 @@ from paraplan.planner.joint.pricing_order import Kind, Way, steps_of, usual_samp
 from paraplan.planner.joint.sharding_front import front
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices
-from paraplan.planner.pipeline.stage_totals import Totals
+from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
+from paraplan.planner.pipeline.prices.stage_totals import Totals
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.sharding.solve import SolveLimits, choose
 

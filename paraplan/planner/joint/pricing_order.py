@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from paraplan.cost_models.predict import most_rows
 from paraplan.ir.model.program import Program
-from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 
 Kind = tuple[tuple[int, ...], int, bool, float]
 """Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, whether its first

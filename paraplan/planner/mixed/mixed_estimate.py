@@ -113,16 +113,13 @@ class MixedPricer:
         prices, memory, m = position.prices, position.memory, self.pipeline.microbatches
         after = self.positions[self.of[min(stage + 1, len(bounds) - 1)]]
         before = self.positions[self.of[max(stage - 1, 0)]]
-        backward_s = sum(prices.backward_s[first:stop]) + prices.cut_backward_s
+        splits = NAMED[self.pipeline.schedule].splits
         return StageCosts(
-            forward_s=sum(prices.forward_s[first:stop]) + prices.cut_forward_s,
-            backward_s=backward_s,
-            input_grad_s=backward_s / 2,
-            weight_grad_s=backward_s / 2,
+            **prices.stage_seconds(bounds[stage], splits)._asdict(),
             send_forward_s=self.handing.hop_s(position, after, stop, m),
             send_backward_s=self.handing.hop_s(before, position, first, m),
             activation_bytes=sum(memory.saved_bytes[first:stop]),
-            weight_grad_bytes=deferred_bytes(prices, bounds[stage]) if NAMED[self.pipeline.schedule].splits else 0,
+            weight_grad_bytes=deferred_bytes(prices, bounds[stage]) if splits else 0,
             fixed_bytes=memory.kept_bytes(first, stop),
             grad_bytes=memory.gradient_bytes(first, stop),
             reduced_bytes=memory.reduced(first, stop),

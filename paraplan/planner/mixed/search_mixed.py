@@ -43,7 +43,7 @@ from paraplan.planner.mixed.span_prices import SpanPrices, divides
 from paraplan.planner.mixed.work_bound import certified_by_work
 from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.open_choices import count_stages, usual_schedule
-from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED
 
 PRICED_SHARE, ESTIMATED_SHARE = 0.4, 0.6

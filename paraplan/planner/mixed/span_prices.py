@@ -21,8 +21,9 @@ from paraplan.planner.joint.pricing import PRICED_SHARE, Pricing
 from paraplan.planner.mixed.group_sets import cluster_of
 from paraplan.planner.mixed.listing import inner_constraints
 from paraplan.planner.mixed.positions import PositionSpan
-from paraplan.planner.pipeline.shorten import runs_of, shortened
-from paraplan.planner.pipeline.stage_prices import Sharding, StagePrices, few_microbatches
+from paraplan.planner.pipeline.prices.shorten import runs_of, shortened
+from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
+from paraplan.planner.pipeline.prices.stage_timing import few_microbatches
 
 
 @dataclass

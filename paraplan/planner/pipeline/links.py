@@ -10,7 +10,7 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.device import Link
 from paraplan.ir.machine.mesh import Shard
 from paraplan.planner.passes.overlap_products import boundary_layouts
-from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.rules.time_axis import program_micro
 
 Ends = tuple[int, int]

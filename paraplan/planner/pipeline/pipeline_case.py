@@ -26,7 +26,7 @@ from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, chain_memory, cut_
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
 from paraplan.planner.pipeline.pipeline import activations_of, pipelined, with_activations
-from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.recompute.stage_memory import Activations, in_flight, less_of, recomputing

@@ -40,8 +40,8 @@ from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline import activations_of, rescheduled
 from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of, of_few_microbatches, taken_s
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.pipeline.searched_schedule import SEARCHED, searched
-from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.schedules.full_rounds import as_a_whole, carried

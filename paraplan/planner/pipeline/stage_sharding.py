@@ -10,7 +10,7 @@ import msgspec
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 
 
 class Choose(Protocol):

@@ -63,9 +63,11 @@ class Pins:
     experts: ExpertAxis | None
 
     def keys(self, kind: SegmentKind, position: int) -> AxisKeys:
-        """What an op may do along each axis; partial inputs only where all of them are partial together."""
+        """What an op may do along each axis; partial inputs only where all of them that are no indices or masks are
+        partial together."""
         op = kind.graph.ops[position]
-        together = "+" + ".".join(map(str, range(len(op.tensors))))
+        sums = (index for index, name in enumerate(op.tensors) if kind.graph.values[name].is_float)
+        together = "+" + ".".join(map(str, sums))
         tame = [c.key for c in mesh_choices(dims_of(op, kind.graph.values)) if c.key[:1] != "+" or c.key == together]
         found = [frozenset(tame)] * len(self.shape)
         if self.cp >= 0:

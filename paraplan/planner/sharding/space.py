@@ -6,7 +6,7 @@ is handed over in) and every batch input. A `WantedValue` is a value that reader
 is moved once per distinct layout wanted, in each phase. `Kept` is memory that a decider's option holds.
 
 Equal segments take equal options here, and op strategies with partial inputs are offered only where all
-inputs are partial together: both belong to the certificate's scope.
+inputs but indices and masks are partial together: both belong to the certificate's scope.
 """
 
 from __future__ import annotations

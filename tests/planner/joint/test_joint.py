@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from paraplan.capture import capture
@@ -14,18 +17,21 @@ from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.plan import Plan
 from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model
-from paraplan.planner.assemble import Job, assemble
+from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.joint import sharding_front
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import PlanningEffort
 from paraplan.planner.joint.sharding_front import AS_QUICK, front, with_price
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain, cut_evenly
-from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
-from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.pipeline.prices.shorten import KEPT, runs_of, shortened
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.search import search
+from paraplan.planner.sharding.formulate import formulate
 from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
-from paraplan.planner.sharding.solve import SolveLimits, choose
+from paraplan.planner.sharding.solve import SolveLimits, decisions_of, problem_of
+from paraplan.planner.sharding.space import Space
 from tests.captures import zoo_job
 from tests.planner.sharding.networks import every_choice, random_network
 from tests.runtime.pipelines import job_of
@@ -57,19 +63,32 @@ def _kept(job: Job, plan: Plan) -> int:
     return memory.kept_bytes(0, len(job.program.segments))
 
 
-def test_shardings_of_the_front_keep_less_and_less_from_that_of_least_work_on() -> None:
+def test_shardings_of_the_front_keep_less_and_less_from_that_of_least_work_on(monkeypatch: pytest.MonkeyPatch) -> None:
     job = zoo_job("gpt2", 4)
     mesh = make_mesh((2, 2), ("axis0", "axis1"))
     pinned = msgspec.structs.replace(FREE, mesh=(2, 2))
+    chosen: list[tuple[int, ...]] = []
+
+    def recorded(job: Job, space: Space, *args: Any) -> Decisions:
+        chosen.append(tuple(args[2]))
+        return decisions_of(job, space, *args)
+
+    monkeypatch.setattr(sharding_front, "decisions_of", recorded)
     found = list(front(job, mesh, 1, pinned, LIMITS, (0.05, 0.5, 5.0)))
     kept = [_kept(job, assemble(job, decisions)) for decisions in found]
     assert len(found) > 1 and kept == sorted(kept, reverse=True)
-    least = assemble(job, choose(job, mesh, 1, pinned, LIMITS))
-    assert _work(assemble(job, found[0])) <= (1 + AS_QUICK) * _work(least) * (1 + 1e-6)
+    space = problem_of(job, mesh, 1, pinned)
+    least = optimise(formulate(space).network, relative_gap=1e-6)
+    first = next(each for each in chosen if decisions_of(job, space, mesh, 1, each, False) == found[0])
+    assert _work(space, first) <= (1 + AS_QUICK) * least.objective * (1 + LIMITS.relative_gap)
 
 
-def _work(plan: Plan) -> float:
-    return sum(realised(plan).simulation.traces[0].work.values())
+def _work(space: Space, chosen: Sequence[int]) -> float:
+    """What the solver makes of options chosen."""
+    network = formulate(space).network
+    fixed = [np.array([option]) for option in chosen]
+    kept = [*fixed, *(np.arange(len(prices)) for prices in network.prices[len(fixed) :])]
+    return optimise(network.restricted(kept)).objective
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -26,7 +26,7 @@ from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.pipeline import with_activations
 from paraplan.planner.pipeline.pipeline_case import case_of
-from paraplan.planner.pipeline.stage_prices import StagePrices
+from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.stage_memory import LOOSE, recomputing
 from paraplan.planner.schedules.named import NAMED

@@ -24,7 +24,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline import activations_of, with_activations
 from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of
-from paraplan.planner.pipeline.stage_prices import Sharding
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute import class_memory
 from paraplan.planner.recompute.class_memory import ClassMemory, until_full

@@ -8,8 +8,8 @@ from paraplan.ir.model.graph import Phase
 from paraplan.planner.assemble import Decisions, decided
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.planned_again import planned_again
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.pipeline.searched_schedule import stage_costs
-from paraplan.planner.pipeline.stage_prices import Sharding
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.split_backward import handed_on
 from paraplan.planner.search import search

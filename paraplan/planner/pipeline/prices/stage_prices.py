@@ -15,35 +15,25 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
-from paraplan.cost_models.predict import simulate_plan
-from paraplan.cost_models.simulator.rank_trace import RankTrace
-from paraplan.ir.execution.rank_program import RankProgram
-from paraplan.ir.execution.schedule import Action, ActionKind, parse_action
-from paraplan.ir.execution.streams import COMPUTE
-from paraplan.ir.machine.collectives import COLLECTIVES, Collective
+from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.plan import Plan
-from paraplan.lowering import lower
 from paraplan.planner.assemble import Decisions, Job, assemble
-from paraplan.planner.pipeline.cuts.stage_cuts import ChainMemory, chain_memory, cut_evenly
-from paraplan.planner.pipeline.pipeline import pipelined
-from paraplan.planner.pipeline.shorten import KEPT, runs_of, shortened
-from paraplan.planner.pipeline.stage_totals import KeptBytes, Totals
+from paraplan.planner.pipeline.cuts.stage_cuts import ChainMemory, chain_memory
+from paraplan.planner.pipeline.prices.shorten import KEPT, runs_of, shortened
+from paraplan.planner.pipeline.prices.stage_timing import cut_plan, few_microbatches, split_plan, timed
+from paraplan.planner.pipeline.prices.stage_totals import KeptBytes, Totals
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import held_options
-from paraplan.planner.schedules.complete import complete
-from paraplan.planner.schedules.schedule_problem import at
-from paraplan.rules.time_axis import program_micro
 
 SHARES = 16
 """Shares of microbatches between the halves of a backward that are told apart."""
-FEW = 3
-"""Microbatches simulated: the middle one is as all others are."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +64,15 @@ class Sharding:
     def options(self) -> tuple[tuple[RematOption, ...], ...]:
         """Per kind, what an instance may recompute."""
         return self.known or held_options(self.whole)
+
+
+class StageSeconds(NamedTuple):
+    """Of a stage's computations of a microbatch: forward, backward, and the halves of a backward that is split."""
+
+    forward_s: float
+    backward_s: float
+    input_grad_s: float
+    weight_grad_s: float
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,34 @@ class StagePrices:
     def seconds(self) -> tuple[float, ...]:
         """Per segment, of one microbatch."""
         return tuple(a + b for a, b in zip(self.forward_s, self.backward_s, strict=True))
+
+    @cached_property
+    def halves_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Per segment, of one microbatch, the halves of a backward that is split: communication for the first has no
+        gradients of parameters to go on beside. Half of the backward each where it cannot be."""
+        short = shortened(self.sharding.whole, runs_of(self.sharding.whole))
+        try:
+            found = timed(split_plan(short.plan))
+        except InvalidPlanError:
+            half = tuple(each / 2 for each in self.backward_s)
+            return half, half
+        inputs, weights = (tuple(each[index] for index in short.stands_for) for each in found.halves_s)
+        return inputs, weights
+
+    def stage_seconds(self, bound: tuple[int, int], splits: bool) -> StageSeconds:
+        """What a stage takes.
+
+        Args:
+            bound: its segments [first, stop).
+            splits: whether some of its backwards are split; else their halves are taken to be equal.
+        """
+        own = slice(*bound)
+        backward_s = sum(self.backward_s[own])
+        input_s, weight_s = (sum(each[own]) for each in self.halves_s) if splits else (backward_s / 2,) * 2
+        cut_s = self.cut_backward_s
+        return StageSeconds(
+            sum(self.forward_s[own]) + self.cut_forward_s, backward_s + cut_s, input_s + cut_s, weight_s
+        )
 
     @cached_property
     def options(self) -> tuple[tuple[RematOption, ...], ...]:
@@ -248,17 +275,17 @@ def stage_prices(sharding: Sharding) -> StagePrices:
     """Prices of a sharding, by simulated steps of few microbatches and layers, whole and cut."""
     runs = runs_of(sharding.whole)
     short = shortened(sharding.whole, runs)
-    found = _timed(few_microbatches(short.plan))
+    found = timed(few_microbatches(short.plan))
     once_s: tuple[float, ...] = found.once_s
     for run in runs:
-        longer = _timed(few_microbatches(shortened(sharding.whole, runs, run).plan))
+        longer = timed(few_microbatches(shortened(sharding.whole, runs, run).plan))
         each = zip(once_s, longer.once_s, found.once_s, strict=True)
         once_s = tuple(s + (run.repeats - KEPT) * max(more - less, 0.0) for s, more, less in each)
     reduce_s, update_s, gather_s = once_s
     segments = len(short.plan.program.segments)
     count, more_f, more_b = (segments + 1) // 2, 0.0, 0.0
     if few_microbatches(short.plan) is not short.plan and count > 1:
-        cut = _timed(cut_plan(short.plan, count))
+        cut = timed(cut_plan(short.plan, count))
         more_f = max(sum(cut.forward_s) - sum(found.forward_s), 0.0) / (count - 1)
         more_b = max(sum(cut.backward_s) - sum(found.backward_s), 0.0) / (count - 1)
     return StagePrices(
@@ -273,121 +300,3 @@ def stage_prices(sharding: Sharding) -> StagePrices:
         more_f,
         more_b,
     )
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """Of a simulated step: times of a middle microbatch per segment; what is reduced, updated and gathered once; the
-    most that a call holds for a moment, per segment, -1 for those of none."""
-
-    forward_s: list[float]
-    backward_s: list[float]
-    once_s: tuple[float, float, float]
-    call_bytes: dict[int, int]
-
-
-def _timed(plan: Plan) -> _Timed:
-    """Simulate a step of one position. A microbatch's forward lasts from its begin to that of the next computation,
-    waits of every kind included."""
-    programs = lower(plan)
-    (trace, *_) = simulate_plan(plan, programs).traces
-    begins: dict[tuple[ActionKind, int], float] = {}
-    own = {kind: [0.0] * len(plan.program.segments) for kind in (ActionKind.F, ActionKind.B)}
-    seen = _microbatches(trace)
-    shown = seen[len(seen) // 2] if seen else 0
-    for span in trace.spans:
-        action = parse_action(span.action)
-        if span.stream != COMPUTE or action.kind not in own:
-            continue
-        key = action.kind, action.microbatch
-        begins[key] = min(begins.get(key, span.start_s), span.start_s)
-        if span.segment >= 0 and span.microbatch in (shown, -1):
-            own[action.kind][span.segment] += span.end_s - span.start_s
-    last_s = max((s.end_s for s in trace.spans if s.stream == COMPUTE and s.segment >= 0), default=trace.step_s)
-    order = sorted(begins, key=lambda key: begins[key])
-    thens = [*(begins[key] for key in order[1:]), last_s]
-    lasts = {key: then_s - begins[key] for key, then_s in zip(order, thens, strict=True)}
-    for kind, each in own.items():
-        whole = sum(each)
-        if whole and (kind, shown) in lasts:
-            own[kind] = [s * max(lasts[kind, shown], 0.0) / whole for s in each]
-    once_s = _reduced_s(trace, seen[-1] if seen else 0), _once_s(trace, seen, shown), _gathered_s(trace)
-    return _Timed(own[ActionKind.F], own[ActionKind.B], once_s, _above(trace, programs[0]))
-
-
-def _reduced_s(trace: RankTrace, last: int) -> float:
-    """What the busiest link takes for reductions of gradients, of the last microbatch and after it."""
-    return _busiest_s(
-        trace,
-        lambda action: action.kind not in (ActionKind.F, ActionKind.UPDATE) and action.microbatch in (last, -1),
-        lambda collective: bool(collective.reductions),
-    )
-
-
-def _once_s(trace: RankTrace, seen: list[int], shown: int) -> float:
-    """What is computed outside segments, in the first microbatch's forward and from the last one's backward on, beyond
-    what it is in others."""
-    busy: Counter[tuple[ActionKind, int]] = Counter()
-    for span in trace.spans:
-        if span.stream == COMPUTE and span.segment < 0:
-            action = parse_action(span.action)
-            busy[action.kind, action.microbatch] += span.busy_s  # type: ignore[assignment]
-    every = [(kind, m) for kind in (ActionKind.F, ActionKind.B) for m in seen]
-    return max(sum(busy.values()) - sum(busy[kind, shown] for kind, _ in every), 0.0)
-
-
-def _gathered_s(trace: RankTrace) -> float:
-    """What the busiest link takes for gathers of the step's begin."""
-    first = min(_microbatches(trace), default=0)
-    return _busiest_s(
-        trace,
-        lambda action: action.kind is ActionKind.F and action.microbatch == first,
-        lambda collective: collective.is_gather,
-    )
-
-
-def _busiest_s(trace: RankTrace, counts: Callable[[Action], bool], is_meant: Callable[[Collective], bool]) -> float:
-    """Of the collectives outside segments that are meant, what the link with most of them takes."""
-    links: dict[str, float] = {}
-    for span in trace.spans:
-        collective = COLLECTIVES.get(span.label)
-        if span.microbatch < 0 and collective and is_meant(collective) and counts(parse_action(span.action)):
-            links[span.stream] = links.get(span.stream, 0.0) + span.busy_s
-    return max(links.values(), default=0.0)
-
-
-def _above(trace: RankTrace, program: RankProgram) -> dict[int, int]:
-    """Per segment, -1 for none, the most that its calls hold for a moment beside what stays."""
-    found: dict[int, int] = {}
-    for before, point in itertools.pairwise(trace.memory):
-        segment = program.steps[point.step].segment
-        above = point.peak_bytes - max(before.live_bytes, point.live_bytes)
-        found[segment] = max(found.get(segment, 0), above)
-    return found
-
-
-def cut_plan(whole: Plan, count: int) -> Plan:
-    """A plan of one stage cut into several on the same devices, whose schedule runs the first microbatches alone."""
-    bounds = cut_evenly([1.0] * len(whole.program.segments), count, len(whole.program.segments))
-    assert bounds is not None
-    kinds = ((ActionKind.F, range(count)), (ActionKind.B, range(count - 1, -1, -1)))
-    order = [at(stage, kind, m) for m in range(FEW) for kind, stages in kinds for stage in stages]
-    return pipelined(whole, whole.cluster, bounds, complete("interleaved", (tuple(order),)), [(0,)] * count)
-
-
-def _microbatches(trace: RankTrace) -> list[int]:
-    """Whose segments ran."""
-    return sorted({span.microbatch for span in trace.spans if span.microbatch >= 0 and span.segment >= 0})
-
-
-def few_microbatches(plan: Plan) -> Plan:
-    """A plan of one stage whose schedule runs the first microbatches alone, each as large as it is.
-
-    It can be lowered and simulated; it is no legal plan, as it leaves the others out.
-    """
-    program = plan.program
-    if plan.num_microbatches <= FEW or program.buffer_updates or program_micro(program, plan.num_microbatches).has_tail:
-        return plan  # what is read of all microbatches, or of the last
-    kept: Callable[[str], bool] = lambda action: not action[2:].isdigit() or int(action[2:]) < FEW  # noqa: E731
-    classes = tuple(tuple(filter(kept, actions)) for actions in plan.schedule.classes)
-    return msgspec.structs.replace(plan, schedule=msgspec.structs.replace(plan.schedule, classes=classes))
