@@ -299,9 +299,11 @@ def _input_grad_layouts(kind: SegmentKind, task: _Task, backward: BlockEmitter) 
 def _param_grads(
     backward: BlockEmitter, kind: SegmentKind, context: KindContext, wanted: bool
 ) -> tuple[tuple[Path, ...], tuple[str | None, ...]]:
-    """The gradients of the parameters, and the moves left to those that leave the block as they were made."""
+    """The gradients of the parameters, and the moves left to those that leave the block as they were made: small ones,
+    which go with others, and the last one made, for which the block would have to wait."""
     found: list[str | None] = []
     left: list[Path] = []
+    last = _last_scattered(backward, kind, context) if wanted else None
     for grad, placements, wanted_dtype in zip(kind.param_grads, context.param_grads, context.grad_dtypes, strict=True):
         if grad is None or not wanted:
             found.append(None)
@@ -316,9 +318,11 @@ def _param_grads(
                 found.append(backward.get(grad, summed))
                 left.append(later)
                 continue
+        is_last = grad == last
         if context.reduce_dtype and any(move.reduction for move in path):
             grad = _as_summed(backward, grad, context.reduce_dtype)
-        if path and not path[0].is_gather and bundle_key(backward.specs[grad], path, backward.mesh_shape):
+        leaves = is_last or bundle_key(backward.specs[grad], path, backward.mesh_shape)
+        if path and not path[0].is_gather and leaves:
             found.append(backward.get(grad, backward.home(grad)))
             left.append(path)
             continue
@@ -328,6 +332,19 @@ def _param_grads(
         found.append(local)
         left.append(())
     return tuple(left), tuple(found)
+
+
+def _last_scattered(backward: BlockEmitter, kind: SegmentKind, context: KindContext) -> str | None:
+    """The gradient of a matrix that a backward makes last, where it is scattered by itself, as it is: what is added up
+    in place may be handed on as well."""
+    layouts = dict(zip(kind.param_grads, context.param_grads, strict=True))
+    made = (out for op in reversed(kind.graph.ops) for out in op.outs if out is not None and out in layouts)
+    grad = next((each for each in made if len(backward.specs[each].shape) > 1), None)
+    if grad is None or context.reduce_dtype or grad in kind.input_grads:
+        return None
+    path = backward.path(grad, (P if context.num_microbatches > 1 else R, *layouts[grad]))
+    alone = bundle_key(backward.specs[grad], path, backward.mesh_shape) is None
+    return grad if path and path[0].split_dim >= 0 and alone else None
 
 
 def _as_summed(backward: BlockEmitter, grad: str, dtype: str) -> str:
