@@ -22,7 +22,7 @@ from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.model.program import SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice
-from paraplan.lowering.blocks.bundle import bundle_key
+from paraplan.lowering.blocks.bundle import bundle_key, local_bytes
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.blocks.forward import (
     Given,
@@ -41,6 +41,9 @@ from paraplan.lowering.rewrites.chunks import Chunks
 from paraplan.lowering.rewrites.float8_casts import casts_first, each_once
 from paraplan.lowering.rewrites.loops import emit_ops
 from paraplan.rules.time_axis import KindMicro, dual
+
+LATE_BYTES = 512 << 20
+"""The most, on a rank, that a gradient yet to be reduced may hold beyond the block that made it."""
 
 
 @dataclass(frozen=True)
@@ -336,11 +339,14 @@ def _param_grads(
 
 def _last_scattered(backward: BlockEmitter, kind: SegmentKind, context: KindContext) -> str | None:
     """The gradient of a matrix that a backward makes last, where it is scattered by itself, as it is: what is added up
-    in place may be handed on as well."""
+    in place may be handed on as well. None where it is too large to be held for longer, and where the plan has no room
+    for what is under way from one segment to the next."""
     layouts = dict(zip(kind.param_grads, context.param_grads, strict=True))
     made = (out for op in reversed(kind.graph.ops) for out in op.outs if out is not None and out in layouts)
     grad = next((each for each in made if len(backward.specs[each].shape) > 1), None)
-    if grad is None or context.reduce_dtype or grad in kind.input_grads:
+    if grad is None or context.reduce_dtype or grad in kind.input_grads or not context.ahead:
+        return None
+    if local_bytes(backward.specs[grad], backward.home(grad), backward.mesh_shape) > LATE_BYTES:
         return None
     path = backward.path(grad, (P if context.num_microbatches > 1 else R, *layouts[grad]))
     alone = bundle_key(backward.specs[grad], path, backward.mesh_shape) is None

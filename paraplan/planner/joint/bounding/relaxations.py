@@ -165,6 +165,21 @@ def _least_s(space: Space, kind: int, at: int) -> float:
     return min(price[0] for price in space.deciders[space.op_decider[kind, at]].prices)
 
 
+def updated_s(job: Job, space: Space) -> float:
+    """What the update of all trained parameters computes at least, on one device.
+
+    Args:
+        job: what is planned.
+        space: whose prices say so.
+    """
+    program, found = job.program, 0.0
+    for name in trained_params(program):
+        spec = program.params[name].spec
+        master = TensorSpec(master_dtype(program.precision, spec.dtype), spec.shape)
+        found += space.prices.updated(master.nbytes, job.optimizer.state_slots)[0]
+    return found
+
+
 def kept_bytes(job: Job, accumulates: bool) -> float:
     """What all ranks together keep of parameters, states and, where microbatches add up, gradients at least."""
     program, found = job.program, 0

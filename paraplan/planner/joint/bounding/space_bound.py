@@ -21,10 +21,10 @@ looked at that may beat the best step known. Work of a microbatch is priced at t
 the most samples of any combination. Combinations are refined in the order of what is known of them, the lowest first,
 until the lowest needs no more or time is up; whatever the time, the least of them is a bound.
 
-Left out, so that the bound holds whatever is done: reductions of gradients in every microbatch, messages between
-positions, what calls hold for a moment. Assumed: an op takes no less time in total when its samples or its work are
-divided up further, and where positions have several stages, these are cut evenly but for one, or for as many as the
-best plan is; the scope says so.
+Where nothing is idle, ranks update on the average what all parameters take over all devices. Left out, so that the
+bound holds whatever is done: reductions of gradients in every microbatch, messages between positions, what calls hold
+for a moment. Assumed: an op takes no less time in total when its samples or its work are divided up further, and where
+positions have several stages, these are cut evenly but for one, or for as many as the best plan is; the scope says so.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.bounding.cut_bounds import filled_s, shared_s
-from paraplan.planner.joint.bounding.in_flight import Fullest, even_stages, fullest, most_at_once, spread_of, waiting
+from paraplan.planner.joint.bounding.in_flight import even_stages, fullest, most_at_once, spread_of, waiting
+from paraplan.planner.joint.bounding.least import Flying, Least, passing_s
 from paraplan.planner.joint.bounding.order_bounds import Counts, orders_s, passed
 from paraplan.planner.joint.bounding.relaxations import (
     Activations,
@@ -51,6 +52,7 @@ from paraplan.planner.joint.bounding.relaxations import (
     kept_bytes,
     next_price,
     segments_s,
+    updated_s,
 )
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.pipeline.first_devices import first_devices
@@ -73,59 +75,6 @@ FILLED = 4
 Where = Callable[[Combination], tuple[Job, Constraints, Mesh]]
 
 
-@dataclass(frozen=True)
-class Least:
-    """What a microbatch takes at least.
-
-    Attributes:
-        samples: it has on a rank of the batch.
-        whole_s: in all segments together, of what is done in each.
-        each_s: per segment.
-        forward_s, backward_s: per segment, what is computed.
-        round_s: per segment, what is computed in the forward, and in the backward for the gradient that is handed on.
-        computed: the weight of what is computed in `whole_s`.
-        position: where it was relaxed, with `by` times the samples; None where it was not.
-    """
-
-    samples: float
-    whole_s: float
-    each_s: tuple[float, ...]
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    round_s: tuple[float, ...]
-    computed: float = 1.0
-    position: RelaxedPosition | None = None
-    by: float = 1.0
-
-    def scaled(self, samples: float) -> Least:
-        """With fewer samples, which take no less each."""
-        by = samples / self.samples
-
-        def less(seconds: Sequence[float]) -> tuple[float, ...]:
-            return tuple(each * by for each in seconds)
-
-        return Least(
-            samples=samples,
-            whole_s=self.whole_s * by,
-            each_s=less(self.each_s),
-            forward_s=less(self.forward_s),
-            backward_s=less(self.backward_s),
-            round_s=less(self.round_s),
-            computed=self.computed,
-            position=self.position,
-            by=self.by * by,
-        )
-
-
-@dataclass(frozen=True)
-class Flying:
-    """Microbatches whose backward is to come (see `in_flight`): per stage where its position has most of them, and the
-    most at once of the first stage."""
-
-    fullest: Fullest
-    at_once: int
-
-
 class SpaceBound:
     """Bounds a space of combinations.
 
@@ -138,6 +87,7 @@ class SpaceBound:
 
     Attributes:
         spread: stages that a segment may be off an even cut, where positions have several.
+        updated_s: what every rank computes of updates at least, on the average.
     """
 
     def __init__(
@@ -150,7 +100,7 @@ class SpaceBound:
         cut: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.job, self.constraints, self.budget, self.where, self.way = job, constraints, budget, position, way
-        self.cut, self.spread = cut, 1
+        self.cut, self.spread, self.updated_s = cut, 1, 0.0
         self._even_by: Sequence[float] = ()
         self._positions: dict[object, RelaxedPosition | None] = {}
         self._least: dict[object, Least] = {}
@@ -215,12 +165,12 @@ class SpaceBound:
     def combination_s(self, combination: Combination, least: Least) -> float:
         """The bound of a combination by what its microbatches take."""
         pp, m, replicas = combination.pp, combination.microbatches, NAMED[combination.schedule].num_replicas
-        found_s = m * least.whole_s / pp + self._idle_s(combination, least)
+        found_s = m * least.whole_s / pp + self._once_s(combination, least)
         if replicas > 1:
             return found_s
         if combination.each > 1:
             return max(found_s, m * shared_s(least.each_s, pp))
-        return max(found_s, filled_s(least.each_s, _passing_s(combination, least), pp, m))
+        return max(found_s, filled_s(least.each_s, passing_s(combination, least), pp, m))
 
     def _orders_s(self, combination: Combination, least: Least, stop: float) -> float:
         """The bound of a combination by the orders of its schedule, in whatever stages; 0.0 where they are too long."""
@@ -247,7 +197,7 @@ class SpaceBound:
         """What positions are idle for, on the average: a first microbatch passes what lies before the lowest stage of
         each, and a last one on its way back where backwards are whole. That is a segment a stage at least, and where
         stages are cut evenly, all that no such cut has so late."""
-        pp, before = combination.pp, [0.0, *itertools.accumulate(_passing_s(combination, least))]
+        pp, before = combination.pp, [0.0, *itertools.accumulate(passing_s(combination, least))]
         both = NAMED[combination.schedule].num_replicas > 1
         lowest = [min(p, pp - 1 - p) if both else p for p in range(pp)]
         surely = list(lowest)
@@ -255,6 +205,11 @@ class SpaceBound:
             even = even_stages(self._even_by or least.each_s, pp * combination.each)
             surely = [bisect_left(even, stage - self.spread) for stage in lowest]
         return sum(before[max(each)] for each in zip(lowest, surely, strict=True)) / pp
+
+    def _once_s(self, combination: Combination, least: Least) -> float:
+        """What positions are idle for, or, of those that go on to update while others still have a microbatch, what
+        they update for; on the average."""
+        return max(self._idle_s(combination, least), least.computed * self.updated_s)
 
     def flying(self, combination: Combination) -> Flying | None:
         """How many microbatches are in flight in a combination; None where its schedule does not exist."""
@@ -282,7 +237,7 @@ class SpaceBound:
         activations = Activations(least.position, counts, m, least.by)
         price = activations.price_of(least.computed, room)
         again_s = max(activations.least(least.computed, price)[0] - price * max(room, 0.0), 0.0)
-        return max(found_s, (m * least.whole_s + again_s) / pp + self._idle_s(combination, least))
+        return max(found_s, (m * least.whole_s + again_s) / pp + self._once_s(combination, least))
 
     def _has_grads(self, combination: Combination) -> bool:
         """Whether gradients that are added up are there where positions have most microbatches in flight."""
@@ -373,6 +328,7 @@ class SpaceBound:
         part = replace(job, cluster=first_devices(job.cluster, n))
         free = Constraints(microbatches=count, pp=1)
         space = problem_of(part, candidate_meshes(part, free)[0], count, free)
+        self.updated_s = 0.0 if self.constraints.state_tiers else updated_s(job, space) / n
         per_sample = [
             tuple(each_s * count / job.program.batch_size for each_s in phase)
             for phase in segments_s(part, space, count)
@@ -385,11 +341,3 @@ class SpaceBound:
             return Least(self.way(combination)[1], sum(both), both, forward_s, backward_s, round_s)
 
         return shared
-
-
-def _passing_s(combination: Combination, least: Least) -> Sequence[float]:
-    """Per segment, what a first microbatch takes of it before it passes on, and a last one on its way back where the
-    backward is whole."""
-    if NAMED[combination.schedule].splits:
-        return least.forward_s
-    return [f + b for f, b in zip(least.forward_s, least.backward_s, strict=True)]
