@@ -8,9 +8,9 @@ import msgspec
 
 from paraplan.cost_models.predict import predict
 from paraplan.ir.plan import Certificate, Plan
-from paraplan.lowering import lower
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.passes.cast_holding import AT_EVERY_USE
+from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.sharding.solve import SCOPE, Candidate, SolveLimits
 
 IN_EACH_PHASE = "; what forward and backward both read moved in each"
@@ -81,7 +81,7 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
     certificate = Certificate(
         status=status_of(gap), objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope, gap=gap
     )
-    prediction = predict(best.plan, lower(best.plan), best.simulation)
+    prediction = predict(best.plan, programs_of(best.plan), best.simulation)
     return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
 
 

@@ -14,11 +14,12 @@ from dataclasses import replace
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Realised, realised
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.execution.rank_program import BlockRole, RankProgram
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.schedules.full_rounds import as_a_whole
 
 
 def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:
@@ -91,4 +92,4 @@ def as_decided(job: Job, decisions: Decisions) -> Realised:
     Args:
         job, decisions: as of `realise`.
     """
-    return realised(assemble(job, decisions))
+    return as_a_whole(assemble(job, decisions))

@@ -20,7 +20,6 @@ from paraplan.ir.machine.mesh import Mesh, R, parse_layout
 from paraplan.ir.plan import Plan, Tried
 from paraplan.ir.plan_words import plan_words
 from paraplan.ir.process.garbage import seldom_collected
-from paraplan.lowering import lower
 from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.best_plan import BestPlan, Progress
@@ -49,6 +48,7 @@ from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline import alone_note
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import in_layers
+from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, choose
 
 HIDDEN = 0.02
@@ -145,7 +145,7 @@ def find(
     plan = with_pins(_fastest(solved, limits, constraints, unpriced), asked)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_alike_note(plan)))
     if plan.profile is not None:
-        plan = with_used_profile(plan, lower(plan))
+        plan = with_used_profile(plan, programs_of(plan))
     solve_s = sum(candidate.solve_s for candidate in solved.found)
     return ended(BestPlan(plan, solve_s, deadline.passed_s), solved.is_interrupted)
 
@@ -205,7 +205,7 @@ def _alike_note(plan: Plan) -> tuple[str, ...]:
     layouts = [*stage.batch.values(), *(text for p in stage.params.values() for text in (p.stored, p.grad, p.state))]
     if devices == 1 or more or any(place != R for text in layouts for place in parse_layout(text)):
         return ()
-    blocks = [block for program in lower(plan) for block in program.blocks.values()]
+    blocks = [block for program in programs_of(plan) for block in program.blocks.values()]
     if any(instr.kind is InstrKind.COLLECTIVE for block in blocks for instr in block.instrs):
         return ()
     return (
@@ -302,9 +302,9 @@ def _pipelines_of(
                 break
             except KeyboardInterrupt as fault:
                 plans = [each.plan for each in found_until(fault, BestPlan)]
-                plans = [with_reserved(each, lower(each), budget) for each in plans] if reserves else plans
+                plans = [with_reserved(each, programs_of(each), budget) for each in plans] if reserves else plans
                 raise Interrupted([Draft.of(each) for each in plans if needed_bytes(each) <= budget]) from None
-            plan = with_reserved(plan, lower(plan), budget) if reserves else plan
+            plan = with_reserved(plan, programs_of(plan), budget) if reserves else plan
             made = Draft.of(plan)
             if not reserves or needed_bytes(plan) <= budget:
                 fitting.append(made)

@@ -202,4 +202,4 @@ def _places(count: int, repeated: Round, microbatches: int, more: int) -> Iterat
 
 def _trace(again: _Again) -> RankTrace:
     trace = again.engine.traced(again.time)
-    return msgspec.structs.replace(trace, memory=(), bubbles=(), peak_step=-1, peak_instr=-1)
+    return msgspec.structs.replace(trace, memory=(), bubbles=())

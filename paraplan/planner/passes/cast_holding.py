@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Budget, Realised, realised
+from paraplan.cost_models.realised_plan import Budget, Realised
+from paraplan.planner.schedules.full_rounds import as_a_whole
 
 AT_EVERY_USE = "; weights cast at every use"
 """Of what a bound is where weights are cast once."""
@@ -20,6 +21,6 @@ def cast_once(made: Realised, budget: Budget) -> Realised:
     plan = made.plan
     if plan.program.precision != "fp8" or plan.memory_actions is not None:
         return made
-    tried = realised(msgspec.structs.replace(plan, hold_casts=True))
+    tried = as_a_whole(msgspec.structs.replace(plan, hold_casts=True))
     faster = tried.simulation.step_s < made.simulation.step_s * (1 - 1e-9)
     return tried if faster and tried.left_bytes(budget) >= 0 and tried.over_bytes == made.over_bytes else made

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Budget, Realised, realised
+from paraplan.cost_models.realised_plan import Budget, Realised
 from paraplan.ir.execution.rank_program import BlockRole, StepKind
 from paraplan.ir.machine.mesh import P, parse_layout
 from paraplan.ir.model.program import trained_params
 from paraplan.ir.plan import Plan, Stage
+from paraplan.planner.schedules.full_rounds import as_a_whole
 
 GAIN = 1e-9
 """A step is shorter by more than a rounding."""
@@ -50,7 +51,7 @@ def reducing(made: Realised, budget: Budget) -> Realised:
 def _first_that_fits(made: Realised, plans: Iterable[Plan], budget: Budget) -> Realised:
     """The first of these plans that fits where that is faster, else what there is."""
     for plan in plans:
-        tried = realised(plan)
+        tried = as_a_whole(plan)
         if tried.left_bytes(budget) >= 0:
             return tried if tried.simulation.step_s < made.simulation.step_s * (1 - GAIN) else made
     return made

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Budget, Realised, realised
+from paraplan.cost_models.realised_plan import Budget, Realised
 from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.plan import KindChoice, Plan, Stage
 from paraplan.lowering.blocks.forward import chosen_strategies
+from paraplan.planner.schedules.full_rounds import as_a_whole
 from paraplan.rules.choices import axis_part, axis_texts
 from paraplan.rules.expansions.overlap import GATHER, PRODUCTS, SCATTER, Pieces
 from paraplan.rules.strategies import Strategy, dims_of, is_expanded, strategy_named
@@ -36,7 +37,7 @@ def overlapped(made: Realised, most: int, budget: Budget) -> Realised:
     """
     best = made
     for count in piece_counts(most):
-        tried = realised(in_pieces(made.plan, count))
+        tried = as_a_whole(in_pieces(made.plan, count))
         if tried.simulation.step_s < best.simulation.step_s and tried.left_bytes(budget) >= 0:
             best = tried
     return best

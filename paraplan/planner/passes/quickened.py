@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from paraplan.cost_models.realised_plan import Realised, realised
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.errors import NoPlanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.machine.tier_placement import HERE
 from paraplan.ir.plan import Plan
-from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.options.placements import ON_DEVICE
@@ -20,6 +19,7 @@ from paraplan.planner.passes.gather_timing import gathered
 from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.passes.state_placement import choose_places
+from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
 from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
 
 
@@ -31,7 +31,7 @@ def quickened(best: Candidate, limits: SolveLimits, constraints: Constraints) ->
         limits: of the solver.
         constraints: what is pinned stays.
     """
-    made, budget = Realised(best.plan, lower(best.plan), best.simulation), int(limits.memory_bytes)
+    made, budget = Realised(best.plan, programs_of(best.plan), best.simulation), int(limits.memory_bytes)
     made = gathered(cast_once(made, budget), budget)
     made = overlapped(reducing(made, budget), constraints.overlap, budget)
     return placed(replace(best, plan=made.plan, simulation=made.simulation), limits, constraints)
@@ -53,7 +53,7 @@ def by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits
     if isinstance(free, Skipped):
         return []
     there = replace(placed(free, limits, constraints), status="feasible", memory_binds=True)
-    made = realised(there.plan)
+    made = as_a_whole(there.plan)
     return [] if made.peak_bytes > limits.memory_bytes or made.over_bytes else [there]
 
 
@@ -71,7 +71,7 @@ def placed(best: Candidate, limits: SolveLimits, constraints: Constraints) -> Ca
         return best
 
     def price(plan: Plan) -> tuple[float, float]:
-        made = realised(plan)
+        made = as_a_whole(plan)
         over = max(made.over_bytes.values(), default=-math.inf)
         return made.simulation.step_s, max(over, made.peak_bytes - limits.memory_bytes)
 
@@ -83,4 +83,4 @@ def placed(best: Candidate, limits: SolveLimits, constraints: Constraints) -> Ca
         return choose_places(plan, constraints.places, price, constraints.params) if chooses else plan
 
     plan = choose_ahead(choose_delay(best.plan, constraints.delayed_update, step_s, place), step_s)
-    return replace(best, plan=plan, simulation=realised(plan).simulation)
+    return replace(best, plan=plan, simulation=as_a_whole(plan).simulation)

@@ -5,13 +5,13 @@ position two rounds of equal computations, and where that makes two rounds of eq
 simulated by these (`repeated_rounds`): exactly, without lowering them. What ranks hold is what they hold of the first
 ones.
 
-Limits: schedules by name that hold each stage on one position, and whose in-flight microbatches do not grow with their
-number.
+Of one stage a round is a microbatch. Limits: of pipelines, schedules by name that hold each stage on one position, and
+whose in-flight microbatches do not grow with their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +22,7 @@ from paraplan.cost_models.simulator.rank_trace import Simulation
 from paraplan.cost_models.simulator.repeated_rounds import simulate_rounds
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.rank_program import RankProgram
-from paraplan.ir.execution.schedule import Action, split_classes, spread
+from paraplan.ir.execution.schedule import Action, Schedule, accumulate, parse_action, split_classes, spread
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
 from paraplan.ir.process.memo import SESSION, Lately
@@ -36,8 +36,9 @@ from paraplan.rules.time_axis import program_micro
 
 FULL, FULL_BY_MANY = 3, 4
 """Rounds with which named schedules have two that are alike: where positions have one stage, and several."""
-LEAST, ROUNDS, WORTH = 2, 3, 0.8
-"""Rounds that are looked at first; how many more are; of all microbatches, how many are not worth carrying on from."""
+LEAST, ALONE, ROUNDS, WORTH = 2, 4, 3, 0.8
+"""Rounds that are looked at first, of pipelines and of one stage; how many more are; of all microbatches, how many are
+not worth carrying on from."""
 
 
 class Carried(NamedTuple):
@@ -127,31 +128,62 @@ def _has_rounds(order: Sequence[Action], microbatches: int) -> bool:
 
 
 def _carried(plan: Plan, few: Realised | None) -> Carried | None:
-    if plan.schedule.name not in NAMED or plan.schedule.num_replicas > 1 or plan.delayed_update is not None:
-        return None
     positions, count = len({mesh for stage in plan.stages for mesh in stage.meshes}), plan.num_microbatches
-    if positions == 1 or WORTH * count < LEAST * positions:
+    if plan.delayed_update is not None or plan.schedule.num_replicas > 1 or num_run(plan) < count:
         return None
-    try:
-        orders = named_orders(plan.schedule.name, positions, count, len(plan.stages) // positions)
-    except ConstraintError:
-        return None
-    first = few_orders(plan.program, plan.schedule.name, orders, len(plan.stages))
-    if first is None or _under(plan, orders).schedule != plan.schedule:
-        return None
-    most, each = min(int(WORTH * count), first[0] + ROUNDS * positions), len(plan.stages) // positions
-    for num_run in range(first[0], most + 1, positions):
-        if few is not None and num_run == first[0]:
-            sample, programs = few.plan, few.programs
-        else:
-            run = named_orders(plan.schedule.name, positions, num_run, each)
-            sample = _under(plan, run)
-            programs = lower(sample)
-        more, classes = (count - num_run) // positions, sample.schedule.rank_class
+    for number, sample in enumerate(_alone(plan) if len(plan.stages) == 1 else _filled(plan, positions)):
+        is_known = few is not None and number == 0 and few.plan.schedule == sample.schedule
+        sample, programs = (few.plan, few.programs) if few is not None and is_known else (sample, lower(sample))
+        more, classes = (count - num_run(sample)) // positions, sample.schedule.rank_class
         found = simulate_rounds(programs, plan_costs(sample), classes, positions, more)
         if found is not None and (few is None or found.few.peak_bytes == few.simulation.peak_bytes):
             return Carried(Realised(sample, programs, found.few), found.all)
     return None
+
+
+def num_run(plan: Plan) -> int:
+    """Microbatches that a plan's schedule runs."""
+    return 1 + max(parse_action(text).microbatch for actions in plan.schedule.classes for text in actions)
+
+
+def num_lowered(programs: Sequence[RankProgram]) -> int:
+    """Microbatches that a plan's programs run: of those of the first microbatches, fewer than its schedule does."""
+    return 1 + max(step.microbatch for program in programs for step in program.steps)
+
+
+def _alone(plan: Plan) -> Iterator[Plan]:
+    """A plan of one stage that runs the first microbatches alone, more and more of them; nothing where that saves
+    little, and where something is read or done for several microbatches."""
+    program, count = plan.program, plan.num_microbatches
+    apart = not program.buffer_updates and program_micro(program, count).tail == len(program.segments)
+    apart = apart and plan.memory_actions is None and plan.reduce_every == 1
+    if not apart or plan.schedule != _accumulating(plan, count):
+        return
+    for few in range(ALONE, min(int(WORTH * count), ALONE + ROUNDS) + 1):
+        yield msgspec.structs.replace(plan, schedule=_accumulating(plan, few), prediction=None, certificate=None)
+
+
+def _accumulating(plan: Plan, count: int) -> Schedule:
+    mesh, kinds = plan.stages[0].mesh, plan.cluster.device_kinds()
+    return split_classes(accumulate(count, mesh.size), tuple(kinds[device] for device in mesh.devices))
+
+
+def _filled(plan: Plan, positions: int) -> Iterator[Plan]:
+    """A pipeline that runs as few microbatches as give its positions two rounds alike, and more rounds of them; nothing
+    where that saves little, or more microbatches hold more."""
+    name, count, each = plan.schedule.name, plan.num_microbatches, len(plan.stages) // positions
+    if name not in NAMED or positions == 1 or WORTH * count < LEAST * positions:
+        return
+    try:
+        orders = named_orders(name, positions, count, each)
+    except ConstraintError:
+        return
+    first = few_orders(plan.program, name, orders, len(plan.stages))
+    if first is None or _under(plan, orders).schedule != plan.schedule:
+        return
+    most = min(int(WORTH * count), first[0] + ROUNDS * positions)
+    for few in range(first[0], most + 1, positions):
+        yield _under(plan, named_orders(name, positions, few, each))
 
 
 def _under(plan: Plan, orders: Orders) -> Plan:

@@ -24,6 +24,7 @@ from paraplan.planner.pipeline.pipeline_case import case_of
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.full_rounds import as_a_whole, carried, programs_of
 from paraplan.planner.schedules.named import NAMED
+from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import SolveLimits, choose
 
 LIMITS = SolveLimits(time_s=60.0, memory_bytes=1 << 60, certify=False)
@@ -76,7 +77,20 @@ def _times(trace: RankTrace) -> dict[object, float]:
 def test_what_is_carried_on_is_what_all_microbatches_take(
     schedule: str, positions: int, each: int, count: int, width: int
 ) -> None:
-    plan = _plan(schedule, positions, each, count, width)
+    _check_carried(_plan(schedule, positions, each, count, width))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("count", [6, 24])
+def test_so_it_is_of_one_stage(zero: int, count: int) -> None:
+    pins = Constraints(dp=2, zero=zero, microbatches=count, pp=1)
+    plan = search(_job(2 * count, 2), pins).plan
+    _check_carried(msgspec.structs.replace(plan, reduce_every=1))
+    late = msgspec.structs.replace(plan, reduce_every=count)
+    assert as_a_whole(late).simulation.step_s == realised(late).simulation.step_s
+
+
+def _check_carried(plan: Plan) -> None:
     found, whole = carried(plan), realised(plan)
     assert found is not None, "its rounds are alike"
     assert sum(len(each.steps) for each in found.sample.programs) < sum(len(each.steps) for each in whole.programs)
