@@ -132,8 +132,10 @@ def _carried(plan: Plan, few: Realised | None) -> Carried | None:
     if plan.delayed_update is not None or plan.schedule.num_replicas > 1 or num_run(plan) < count:
         return None
     for number, sample in enumerate(_alone(plan) if len(plan.stages) == 1 else _filled(plan, positions)):
-        is_known = few is not None and number == 0 and few.plan.schedule == sample.schedule
-        sample, programs = (few.plan, few.programs) if few is not None and is_known else (sample, lower(sample))
+        if few is not None and number == 0 and num_run(few.plan) == num_run(sample):
+            sample, programs = few.plan, few.programs
+        else:
+            programs = lower(sample)
         more, classes = (count - num_run(sample)) // positions, sample.schedule.rank_class
         found = simulate_rounds(programs, plan_costs(sample), classes, positions, more)
         if found is not None and (few is None or found.few.peak_bytes == few.simulation.peak_bytes):
