@@ -13,12 +13,12 @@ padded to the worst case would move as many bytes as gathering does.
 
 Along two axes (nodes, and the ranks of each) it is the same twice. A token goes once to every node that has one of its
 choices, to the rank there of its own place; what came to a rank goes on to those of its node that have them; results
-are added up in the node, then over nodes. With P(e) = 1 − C(E − e, k) / C(E, k), of n nodes with m ranks each a token
-sends (n − 1)·P(E / n) rows over the first axis, in place of the (n − 1)·m·P(E / nm) of one axis of n·m ranks, and
-(m − 1)·n·P(E / nm) over the second, as there. Buffers are those of that one axis, and n·T rows between the two.
+are added up in the node, then over nodes. With P(e) = 1 − C(E − e, k) / C(E, k), on n nodes of m ranks a rank sends
+(n − 1)·T·P(E / n) rows to other nodes, in place of the (n − 1)·m·T·P(E / nm) of one axis of n·m ranks, and then
+(m − 1)·n·T·P(E / nm) inside its own. Buffers are those of that one axis, and n·T rows between the two.
 
 Sources: Lepikhin et al. 2020 (arXiv 2006.16668), the exchange; Gale et al. 2023 (arXiv 2211.15841), without dropping;
-Rajbhandari et al. 2022 (arXiv 2201.05596), in two levels.
+DeepSeek-AI 2024 (arXiv 2412.19437, section 3.2.2), nodes first.
 """
 
 from __future__ import annotations
