@@ -59,7 +59,7 @@ def _pinned(n: int, inner: int, c: Constraints) -> tuple[Mesh, ...]:
         return ()
     tp, cp, ep = c.tp or 1, c.cp or 1, c.ep or 1
     dp = c.dp if c.dp is not None else n // (tp * cp)
-    behind = n // dp
+    behind = max(1, n // dp)
     local = inner // behind
     splits = 1 < local < ep and inner % behind == 0 and ep % local == 0
     found = []
