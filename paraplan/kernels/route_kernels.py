@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 
-def route_plan(ids: Tensor, n: int, held: int, total: int) -> tuple[Tensor, Tensor]:
+def route_plan(ids: Tensor, n: int, held: int, e_start: int = 0) -> tuple[Tensor, Tensor]:
     """Which tokens go to which rank.
 
     Args:
-        ids: [token, choice], numbers of experts; one at or beyond `total` is nobody.
+        ids: [token, choice], numbers of experts; one that none of the ranks has is nobody.
         n: ranks.
         held: experts on each.
-        total: experts on all.
+        e_start: number of the first that any of them has.
     Returns:
         tokens: [min(n, choices) · token], those for the first rank first; what follows the last is arbitrary.
         sent: [rank], how many each gets.
@@ -27,10 +27,11 @@ def route_plan(ids: Tensor, n: int, held: int, total: int) -> tuple[Tensor, Tens
     count, choices = ids.shape
     tokens = ids.new_empty(min(n, choices) * count)
     sent = ids.new_empty(n)
-    goes = torch.zeros(n + 1, count, dtype=torch.uint8, device=ids.device)
-    goes.t().scatter_(1, torch.where(ids < total, ids, n * held).div_(held, rounding_mode="floor"), 1)
-    torch.sum(goes[:n], 1, dtype=torch.int64, out=sent)
-    order = goes[:n].view(-1).sort(descending=True, stable=True)[1]
+    goes = torch.zeros(n + 2, count, dtype=torch.uint8, device=ids.device)  # those of nobody before and after the ranks
+    firsts = torch.arange(e_start, e_start + n * held + 1, held, device=ids.device)
+    goes.t().scatter_(1, torch.bucketize(ids.contiguous(), firsts, right=True), 1)
+    torch.sum(goes[1:-1], 1, dtype=torch.int64, out=sent)
+    order = goes[1:-1].view(-1).sort(descending=True, stable=True)[1]
     torch.remainder(order[: tokens.shape[0]], count, out=tokens)
     return tokens, sent
 

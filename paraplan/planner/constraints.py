@@ -92,8 +92,8 @@ class Constraints(Options, frozen=True, kw_only=True):
     )] = None
     ep: Annotated[int | None, Option(
         "Expert-parallel degree: so many ranks of dp share experts.",
-        "how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp, stacks "
-        "of expert matrices lie by expert and all else by batch.",
+        "how many of the data-parallel ranks share one set of experts: on an axis of that size, part of dp (or two, "
+        "nodes and the ranks of each), stacks of expert matrices lie by expert and all else by batch.",
         PARALLELISM, check=at_least(1),
     )] = None
     zero: Annotated[int | None, Option(

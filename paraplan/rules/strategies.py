@@ -8,7 +8,8 @@ of it at once: kept, reduced, or reduced and scattered over a dim. Its key spell
     <dim>      shard it              +0.2   inputs 0 and 2 partial        -   replicated
     >R, >S<d>  reduce the partial result to replicated, or scattered over dim d
     ring       shard both sides of a product of blocks and pass one of them round the axis, where the op can
-    route      shard tokens and experts, and send each token to the ranks of its experts
+    route      shard tokens and experts, and send each token to the ranks of its experts; on several axes, one after
+               another
     gather.a.4, scatter.a.4    a product in pieces beside its collective (`overlap`); found by name only
 """
 
@@ -61,7 +62,7 @@ class Strategy:
 
     @property
     def ring_axis(self) -> int:
-        """The axis a ring, a route or pieces run along; -1 for none. Such an op is lowered to its expansion."""
+        """The (first) axis a ring, a route or pieces run along; -1 for none. Such an op is lowered to its expansion."""
         return next((axis for axis, part in enumerate(axis_texts(self.key)) if is_expanded(part)), -1)
 
 
@@ -125,7 +126,7 @@ def op_strategies(
             continue
         keys = [choice.key for choice in combo]
         expanded = sum(map(is_expanded, keys))
-        if expanded and expanded + sum(key in _turns(keys, turns) for key in (*keys, micro_dim)) > 1:
+        if expanded and expanded + sum(key in _turns(keys, turns) for key in (*keys, micro_dim)) > _levels(keys):
             continue
         in_layouts = (
             tuple(zip(*(choice.inputs for choice in combo), strict=True)) if mesh_shape else ((),) * len(inputs)
@@ -173,6 +174,11 @@ def _in_pieces(op: Op, dims: OpDims, keys: frozenset[str] | None, size: int) -> 
     """The products in pieces among some keys."""
     found = (pieces_choice(op, dims, key, size) for key in sorted(keys or ()))
     return tuple(choice for choice in found if choice is not None)
+
+
+def _levels(keys: list[str]) -> int:
+    """How many axes may be expanded: one, but rows that were routed over an axis may be routed on over others."""
+    return max(keys.count(ROUTING), 1)
 
 
 def _turns(keys: list[str], ring: str) -> frozenset[str]:

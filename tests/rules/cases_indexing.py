@@ -115,7 +115,7 @@ def expert_cases() -> dict[str, list[Case]]:
     return {
         "paraplan.experts": forward,
         "paraplan.experts_grad": backward,
-        "paraplan.route_plan": [case([chosen], "%a", 3, 2, 6, fixed="a"), case([chosen], "%a", 2, 2, 4, fixed="a")],
+        "paraplan.route_plan": [case([chosen], "%a", 3, 2, 0, fixed="a"), case([chosen], "%a", 2, 2, 1, fixed="a")],
         "paraplan.route_here": [case([chosen, shares], "%a", "%b", 3, 2, 2, fixed="ab")],
         "paraplan.route_add": [case([randn(12, 6), ints(4, 12)], "%a", "%b", 4, fixed="b")],
     }

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,16 +28,18 @@ from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.rank_program import Instr, InstrKind, RankProgram
-from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.cluster import ClusterSpec, Link
 from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
 from paraplan.jobs.files import write_plan
 from paraplan.kernels.route_kernels import route_plan
 from paraplan.lowering.verification.verify_plan import verify_plan
+from paraplan.planner import search as searching
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.sampling import random_plan
 from paraplan.planner.search import search
 from paraplan.planner.sharding import pins
@@ -61,8 +64,18 @@ def captured(name: str) -> tuple[Small, Program, StepResult]:
     return small, program, run_step(program, params, buffers, small.batch, 0)
 
 
-def planned(name: str, ranks: int, constraints: Constraints) -> tuple[Plan, tuple[RankProgram, ...]]:
-    job = Job(captured(name)[1], ClusterSpec.local(ranks), OPTIMIZERS["adamw"], ModelRef(display=name), {})
+def two_nodes(ranks: int, bytes_per_s: float) -> ClusterSpec:
+    """CPU processes, as many on each of two nodes with some bandwidth between them."""
+    cluster = ClusterSpec.local(ranks // 2)
+    link = Link(bytes_per_s=bytes_per_s, latency_s=1e-5)
+    group = msgspec.structs.replace(cluster.groups[0], nodes=2, between_nodes=link)
+    return msgspec.structs.replace(cluster, groups=(group,))
+
+
+def planned(name: str, cluster: int | ClusterSpec, constraints: Constraints) -> tuple[Plan, tuple[RankProgram, ...]]:
+    """A plan for a cluster, or for so many processes of this machine."""
+    cluster = ClusterSpec.local(cluster) if isinstance(cluster, int) else cluster
+    job = Job(captured(name)[1], cluster, OPTIMIZERS["adamw"], ModelRef(display=name), {})
     plan = search(job, constraints, 30.0, certify=False).plan
     return plan, verify_plan(plan)
 
@@ -167,6 +180,96 @@ def test_dropless_tokens_go_to_their_experts(name: str, ranks: int, ep: int, mon
     assert collectives(programs[0], lambda i: i.target == "route") == {"route": 6 * layers}
 
 
+def over_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves a pinned degree of experts no other mesh than the one with an axis over nodes."""
+    monkeypatch.setattr(searching, "candidate_meshes", lambda job, pinned: candidate_meshes(job, pinned)[-1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "given", "axes"),
+    [
+        ("mixtral", 4, {"ep": 4}, ("ep_nodes", "ep")),
+        ("qwen3_moe", 4, {"ep": 4, "zero": 3}, ("ep_nodes", "ep")),
+        ("qwen3_moe", 8, {"ep": 4, "tp": 2}, ("ep_nodes", "ep", "tp")),
+    ],
+)
+def test_tokens_go_to_nodes_and_on_to_their_experts(
+    name: str, ranks: int, given: dict[str, int], axes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both phases, over either axis as often as over one."""
+    routed(monkeypatch)
+    over_nodes(monkeypatch)
+    plan, programs = planned(name, two_nodes(ranks, 1e8), Constraints(pp=1, **given))  # type: ignore[arg-type]
+    assert plan.stages[0].mesh.axes == axes
+    assert {tuple(key.split("|")[:2]) for key in keys_of(plan, PRODUCTS[1:])} == {("route", "route")}
+    stacks = [at for key, at in plan.stages[0].params.items() if "experts" in key]
+    assert {tuple(text.split(",")[:2]) for at in stacks for text in (at.stored, at.grad, at.state)} == {("S0", "S0")}
+    check(name, plan, programs)
+    layers = len({segment.kind for segment in plan.program.segments if _has_experts(plan, segment.kind)})
+    for axis in range(2):
+        found = collectives(programs[0], lambda i, axis=axis: i.target == "route" and i.axis == axis)  # type: ignore[misc]
+        assert found == {"route": 6 * layers}
+
+
+def test_all_tokens_may_choose_the_same_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers that prefer none: every token goes to the same two of four experts, and two ranks get nothing."""
+    routed(monkeypatch)
+    over_nodes(monkeypatch)
+    plan, programs = planned("mixtral", two_nodes(4, 1e8), Constraints(pp=1, ep=4))
+    small, program = build("mixtral", 0.0), captured("mixtral")[1]
+    tensors = dict(small.model.named_parameters(remove_duplicate=False))
+    routers = [name for name in program.params if name.endswith("gate.weight")]
+    with torch.no_grad():
+        for name in routers:
+            tensors[name].zero_()
+    params = {key: tensors[key].detach().clone() for key in program.params}
+    buffers = {key: b.double() if b.is_floating_point() else b for key, b in small.model.named_buffers()}
+    expected = run_step(program, params, buffers, small.batch, 0)
+    unused = [
+        name for name, grad in expected.grads.items() if "experts" in name and (grad.flatten(1) == 0).all(1).any()
+    ]
+    assert routers and unused
+    trainer = InProcessTrainer(plan, programs, [build_modules(p) for p in programs], small.model)
+    assert float(abs(trainer.step(small.batch) - expected.loss) / abs(expected.loss)) <= 1e-12
+    assert relative_error(trainer.grads(), expected.grads) <= 1e-9
+
+
+def test_experts_of_fixed_capacity_lie_over_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    over_nodes(monkeypatch)
+    plan, programs = planned("switch", two_nodes(4, 1e8), Constraints(pp=1, ep=4, zero=1))
+    assert plan.stages[0].mesh.axes == ("ep_nodes", "ep")
+    stacks = [at for key, at in plan.stages[0].params.items() if "experts" in key]
+    assert {text for at in stacks for text in (at.stored, at.grad, at.state)} == {"S0,S0"}
+    check("switch", plan, programs)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "axes"), [(1e9, ("ep",)), (1e6, ("ep_nodes", "ep"))])
+def test_the_planner_routes_in_two_levels_where_nodes_are_far_apart(bytes_per_s: float, axes: tuple[str, ...]) -> None:
+    plan, _ = planned("qwen3_moe", two_nodes(4, bytes_per_s), Constraints(pp=1, ep=4))
+    assert plan.stages[0].mesh.axes == axes
+    assert keys_of(plan, PRODUCTS[1:]) == {"|".join(["route"] * len(axes))}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"ep": 8}, [{"ep": 8}, {"ep_nodes": 2, "ep": 4}]),
+        ({"ep": 4}, [{"dp": 2, "ep": 4}]),
+        ({"ep": 2}, [{"dp": 4, "ep": 2}]),
+        ({"ep": 4, "tp": 2}, [{"ep": 4, "tp": 2}, {"ep_nodes": 2, "ep": 2, "tp": 2}]),
+        ({"ep": 2, "tp": 4}, [{"ep": 2, "tp": 4}]),
+        ({"dp": 4, "ep": 4}, [{"ep": 4, "free": 2}, {"ep_nodes": 2, "ep": 2, "free": 2}]),
+        ({"dp": 8}, [{"dp": 8}]),
+    ],
+)
+def test_experts_have_an_axis_over_nodes_where_their_ranks_span_some(
+    given: dict[str, int], wanted: list[dict[str, int]]
+) -> None:
+    job = Job(captured("mixtral")[1], two_nodes(8, 1e8), OPTIMIZERS["adamw"], ModelRef(display="mixtral"), {})
+    found = candidate_meshes(job, Constraints(**given))  # type: ignore[arg-type]
+    assert [dict(zip(mesh.axes, mesh.shape, strict=True)) for mesh in found] == wanted
+
+
 def _has_experts(plan: Plan, kind: int) -> bool:
     return any(op.target == "paraplan.experts" for op in plan.program.kinds[kind].graph.ops)
 
@@ -213,7 +316,7 @@ def test_the_planner_exchanges_tokens_where_experts_are_many() -> None:
 def test_rows_expected_are_those_of_even_routing() -> None:
     """Against every way to choose 3 of 8 experts, of which a rank has 2."""
     draws = torch.combinations(torch.arange(8), 3)
-    tokens, sent = route_plan(draws, 4, 2, 8)
+    tokens, sent = route_plan(draws, 4, 2)
     assert sent.tolist() == [expected_rows(8, 2, 3, len(draws))] * 4
     for rank, rows in enumerate(tokens[: int(sent.sum())].split(sent.tolist())):
         chosen = [any(expert // 2 == rank for expert in draw) for draw in draws.tolist()]
@@ -266,13 +369,16 @@ def test_experts_that_do_not_divide_or_do_not_exist_are_named() -> None:
         pins.expert_axis(capture(small.model, small.batch, precision="fp64"), 2)
 
 
-def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("levels", [1, 2])
+def test_processes(levels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over Gloo, fast and recorded: tokens exchanged as in one process."""
-    name = "mixtral"
+    name, ranks = "mixtral", 2 * levels
     routed(monkeypatch)
-    plan, _ = planned(name, 2, Constraints(ep=2))
+    over_nodes(monkeypatch)
+    plan, _ = planned(name, two_nodes(4, 1e8) if levels == 2 else 2, Constraints(pp=1, ep=ranks))
+    assert keys_of(plan, PRODUCTS[1:]) == {"|".join(["route"] * levels)}
     file = tmp_path / "plan.json"
     write_plan(plan, file)
     worker = str(Path(__file__).with_name("expert_worker.py"))
-    assert spawn_local(2, worker, [name, str(file)]) == 0
-    assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}
+    assert spawn_local(ranks, worker, [name, str(file)]) == 0
+    assert {path.name for path in tmp_path.glob("done*")} == {f"done{rank}" for rank in range(ranks)}

@@ -80,7 +80,7 @@ class BlockEmitter(LaidValues):
         inputs, outs = [names[key] for key in wanted], tuple(locals_)
         steps = expansion(op, graph.values, strategy, self.mesh_shape)
         if steps is not None:
-            emit_expansion(self, steps, inputs, outs, strategy.ring_axis)
+            emit_expansion(self, steps, inputs, outs)
         else:
             specs = tuple(
                 None if out is None or layout is None else self._local_spec(out, layout)

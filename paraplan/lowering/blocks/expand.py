@@ -50,9 +50,7 @@ class Emitter(Protocol):
         """
 
 
-def emit_expansion(
-    emitter: Emitter, graph: Graph, inputs: Sequence[str], outs: tuple[str | None, ...], axis: int
-) -> None:
+def emit_expansion(emitter: Emitter, graph: Graph, inputs: Sequence[str], outs: tuple[str | None, ...]) -> None:
     """Emit the ops of an expansion.
 
     Args:
@@ -60,7 +58,6 @@ def emit_expansion(
         graph: the expansion.
         inputs: local names behind its inputs.
         outs: local names its outputs get.
-        axis: mesh axis of its exchanges.
     """
     names = dict(zip(graph.inputs, inputs, strict=True))
     names |= {made: out for made, out in zip(graph.outputs, outs, strict=True) if made is not None and out is not None}
@@ -74,7 +71,8 @@ def emit_expansion(
         if op.target in COLLECTIVES:
             (out,), (made,) = made_names, op.outs
             assert out is not None and made is not None
-            emitter.step(op.target, sources, op.args[len(sources) :], out, graph.values[made].shape, axis)
+            axis, more = int(op.kwargs["axis"]), op.args[len(sources) :]
+            emitter.step(op.target, sources, more, out, graph.values[made].shape, axis)
             continue
         args = tuple(map_refs(arg, names.__getitem__) for arg in op.args)
         specs = tuple(None if made is None else graph.values[made] for made in op.outs)

@@ -12,6 +12,7 @@ from paraplan.ir.machine.mesh import Mesh, make_mesh
 from paraplan.ir.model.program import Program
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.sharding.expert_pins import EXPERT_AXES
 from paraplan.rules.graph_strategies import op_signature
 from paraplan.rules.strategies import dims_of, mesh_choices
 
@@ -20,12 +21,12 @@ MOST_OPTIONS = 5_000
 
 
 def candidate_meshes(job: Job, constraints: Constraints) -> tuple[Mesh, ...]:
-    """The pinned mesh alone if there is one; else all worth solving, those that fit nodes first."""
-    pinned = _pinned(job.cluster.num_devices, constraints)
-    if pinned is not None:
-        return (pinned,)
+    """Those of what is pinned if anything is; else all worth solving, those that fit nodes first."""
     n = job.cluster.num_devices
     inner = min(group.devices_per_node for group in job.cluster.groups)
+    pinned = _pinned(n, inner, constraints)
+    if pinned:
+        return pinned
     shapes: dict[tuple[int, ...], None] = {}
     if 1 < inner < n and n % inner == 0:
         shapes[n // inner, inner] = None
@@ -50,16 +51,24 @@ def num_options(program: Program, num_axes: int) -> int:
     return total
 
 
-def _pinned(n: int, c: Constraints) -> Mesh | None:
+def _pinned(n: int, inner: int, c: Constraints) -> tuple[Mesh, ...]:
+    """One mesh, and where experts' ranks span nodes of `inner` devices a second one, with an axis over those nodes."""
     if c.mesh is not None:
-        return make_mesh(c.mesh, tuple(f"axis{i}" for i in range(len(c.mesh))))
-    if all(degree is None for degree in (c.dp, c.tp, c.cp, c.ep, c.zero)):
-        return None
+        return (make_mesh(c.mesh, tuple(f"axis{i}" for i in range(len(c.mesh)))),)
+    if meshes_free(c):
+        return ()
     tp, cp, ep = c.tp or 1, c.cp or 1, c.ep or 1
     dp = c.dp if c.dp is not None else n // (tp * cp)
-    sizes = (("dp", dp // ep), ("ep", ep), ("cp", cp), ("tp", tp), ("free", n // (dp * tp * cp)))
-    named = [(name, size) for name, size in sizes if size > 1] or [("dp", 1)]
-    return make_mesh(tuple(size for _, size in named), tuple(name for name, _ in named))
+    behind = max(1, n // dp)
+    local = inner // behind
+    splits = 1 < local < ep and inner % behind == 0 and ep % local == 0
+    found = []
+    for nodes in (1, ep // local) if splits else (1,):
+        experts = zip(EXPERT_AXES, (nodes, ep // nodes), strict=True)
+        sizes = (("dp", dp // ep), *experts, ("cp", cp), ("tp", tp), ("free", behind // (tp * cp)))
+        named = [(name, size) for name, size in sizes if size > 1] or [("dp", 1)]
+        found.append(make_mesh(tuple(size for _, size in named), tuple(name for name, _ in named)))
+    return tuple(found)
 
 
 def meshes_free(constraints: Constraints) -> bool:

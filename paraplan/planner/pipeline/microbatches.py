@@ -13,6 +13,7 @@ from typing import TypeVar
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.model.program import Program
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.sharding.expert_pins import EXPERT_AXES
 from paraplan.rules.time_axis import splittable
 
 Found = TypeVar("Found")
@@ -86,5 +87,5 @@ def _replicas(mesh: Mesh) -> int:
     """Ranks that are pinned to a part of the batch each."""
     found = 1
     for axis, size in zip(mesh.axes, mesh.shape, strict=True):
-        found *= size if axis in ("dp", "ep") else 1
+        found *= size if axis in ("dp", *EXPERT_AXES) else 1
     return found

@@ -34,6 +34,9 @@ PRODUCTS = {
 }
 """Ops that multiply by a stack, and the dim of its matrices in their rules."""
 
+EXPERT_AXES = ("ep_nodes", "ep")
+"""Mesh axes that make up an expert-parallel degree: where it spans nodes, they may have one of their own."""
+
 Slot = tuple[int, int]
 
 

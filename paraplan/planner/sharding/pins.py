@@ -24,7 +24,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_param_names
 from paraplan.planner.decision_classes import ParamClass
 from paraplan.planner.options.param_pins import parse_param_pin
-from paraplan.planner.sharding.expert_pins import ExpertAxis, expert_axis
+from paraplan.planner.sharding.expert_pins import EXPERT_AXES, ExpertAxis, expert_axis
 from paraplan.planner.sharding.layout_options import ParamOption
 from paraplan.planner.sharding.sequence import Keys, batch_placement, sequence_keys, sequence_length
 from paraplan.rules.choices import axis_part, axis_texts
@@ -44,11 +44,12 @@ class Pins:
     Attributes:
         program: whose options.
         constraints: what is pinned.
-        dp, tp, cp, ep: axis numbers.
+        dp, tp, cp: axis numbers.
+        ep: those of the axes that share the experts.
         shape: of the mesh.
         along: what every op does along a batch axis (for dp, ep and tp).
         sequence: what every op of a kind may do along the cp axis.
-        experts: what the experts' ops may do along the ep axis.
+        experts: what the experts' ops may do along an ep axis.
     """
 
     program: Program
@@ -56,7 +57,7 @@ class Pins:
     dp: int
     tp: int
     cp: int
-    ep: int
+    ep: tuple[int, ...]
     shape: tuple[int, ...]
     along: ProgramMicro | None
     sequence: tuple[tuple[Keys, ...], ...]
@@ -77,8 +78,8 @@ class Pins:
             # A batch axis runs every op as microbatches do, whatever of its inputs is a sum there.
             along = frozenset({axis_part(self._along(kind)[position]).does})
             found[self.dp] = along | (frozenset(tame) if _casts_param(kind, position) else frozenset())
-        if self.ep >= 0:
-            found[self.ep] |= {axis_part(self._along(kind)[position]).does}
+        for axis in self.ep:
+            found[axis] |= {axis_part(self._along(kind)[position]).does}
         return tuple(found)
 
     def op(self, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
@@ -95,8 +96,9 @@ class Pins:
         if self.dp >= 0 and parts[self.dp] != batch and not free:
             return False
         index = next(i for i, each in enumerate(self.program.kinds) if each is kind)
-        if self.experts is not None and not free and not self.experts.allows(index, position, parts[self.ep], batch):
-            return False
+        if self.experts is not None and not free:
+            if not all(self.experts.allows(index, position, parts[axis], batch) for axis in self.ep):
+                return False
         return self.tp < 0 or self._tensor(kind, position, strategy, parts[self.tp], batch)
 
     def _along(self, kind: SegmentKind) -> tuple[str, ...]:
@@ -129,6 +131,11 @@ class Pins:
         passed = (len(x.graph.values[name].shape) for x in self.program.kinds for name in (*x.inputs, *x.outputs))
         return len(kind.graph.values[op.tensors[0]].shape) > max(passed)
 
+    @property
+    def _batch_axes(self) -> tuple[int, ...]:
+        """The axes that share the batch."""
+        return (*((self.dp,) if self.dp >= 0 else ()), *self.ep)
+
     @cached_property
     def _places(self) -> tuple[frozenset[TierPlacement], frozenset[TierPlacement]]:
         """Where parameters may be that are not pinned by name: those that are not trained, and those that are."""
@@ -150,9 +157,10 @@ class Pins:
             if isinstance(on_tp[1], Shard) and not isinstance(on_tp[0], Shard):
                 return False
         stack = self.experts is not None and bool(self.experts.slots.intersection(cls.slots))
-        if stack and any(layout[self.ep] != Shard(dim=0) for layout in (option.stored, option.grad, option.state)):
+        layouts = (option.stored, option.grad, option.state)
+        if stack and any(layout[axis] != Shard(dim=0) for layout in layouts for axis in self.ep):
             return False
-        axes = [axis for axis in (self.dp, self.ep) if axis >= 0 and not (axis == self.ep and stack)]
+        axes = [axis for axis in self._batch_axes if not (stack and axis in self.ep)]
         if self.constraints.zero is None or not cls.trained:
             return True
         return all(self._zero(cls, option, axis) for axis in axes)
@@ -165,7 +173,7 @@ class Pins:
     def batch(self, name: str, layout: Layout) -> bool:
         """Whether a batch input's layout is left over."""
         dim = self.program.batch[name].batch_dim
-        if dim is not None and any(layout[axis] != Shard(dim=dim) for axis in (self.dp, self.ep) if axis >= 0):
+        if dim is not None and any(layout[axis] != Shard(dim=dim) for axis in self._batch_axes):
             return False
         if self.cp >= 0 and layout[self.cp] != batch_placement(self.program, name):
             return False
@@ -213,10 +221,11 @@ def make_pins(
         ConstraintError: the batch does not divide, or a named parameter does not exist.
     """
     check_param_names(constraints, program.params)
-    dp, tp, cp, ep = (axes.index(name) if name in axes else -1 for name in ("dp", "tp", "cp", "ep"))
-    split = math.prod(shape[axis] for axis in (dp, ep) if axis >= 0)
+    dp, tp, cp = (axes.index(name) if name in axes else -1 for name in ("dp", "tp", "cp"))
+    ep = tuple(axes.index(name) for name in EXPERT_AXES if name in axes)
+    split = math.prod(shape[axis] for axis in (dp, *ep) if axis >= 0)
     along = None
-    if dp >= 0 or ep >= 0:
+    if dp >= 0 or ep:
         m = program.shares(m)
         if program.batch_size % (m * split):
             less = program.batch_size - program.batch_size % (m * split)
@@ -230,5 +239,5 @@ def make_pins(
     elif tp >= 0:
         along = program_micro(program, smallest_divisor(program.batch_size), in_space=True)
     sequence = sequence_keys(program, shape[cp], constraints.cp_mode) if cp >= 0 else ()
-    experts = expert_axis(program, shape[ep]) if ep >= 0 else None
+    experts = expert_axis(program, math.prod(shape[axis] for axis in ep)) if ep else None
     return Pins(program, constraints, dp, tp, cp, ep, shape, along, sequence, experts)

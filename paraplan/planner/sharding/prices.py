@@ -110,7 +110,7 @@ class MeshPrices:
         for number, strategy in enumerate(strategies):
             steps = expansion(op, graph.values, strategy, self.extended)
             if steps is not None:
-                found[number] = add(self.zero, *(self._step(step, steps, strategy.ring_axis) for step in steps.ops))
+                found[number] = add(self.zero, *(self._step(step, steps) for step in steps.ops))
                 continue
             inputs = tuple(map(self._local, specs, strategy.inputs))
             if joins and self._has_all_samples(specs, strategy.inputs):
@@ -178,12 +178,12 @@ class MeshPrices:
         assert np.isfinite(found).all()
         return found
 
-    def _step(self, step: Op, steps: Graph, axis: int) -> Price:
+    def _step(self, step: Op, steps: Graph) -> Price:
         """One op of a ring's expansion, whose values are local."""
         inputs = tuple(steps.values[name] for name in step.tensors)
         if step.target in COLLECTIVES:
             size = input_bytes_of(step.target, step.args, inputs[0])
-            return self._sent(step.target, axis, size)
+            return self._sent(step.target, int(step.kwargs["axis"]), size)
         outputs = tuple(None if name is None else steps.values[name] for name in step.outs)
         return self._on(COMPUTE, self.costs.op_s(step.target, step.args, step.kwargs, inputs, outputs))
 

@@ -111,7 +111,7 @@ _COMPOSED: dict[str, Callable[[OpCall], int]] = {
     "paraplan.pack": _pack,
     "paraplan.route_add": _always(2),
     "paraplan.route_here": _always(8),
-    "paraplan.route_plan": _always(9),
+    "paraplan.route_plan": _always(7),
     SCAN: lambda call: loop_workspace.launches(scan_of(call.args)),
     "paraplan.unpack_stacked": _unpack_stacked,
 }

@@ -17,6 +17,9 @@ Source: Liu, Zaharia, Abbeel 2023, Ring Attention with Blockwise Transformers (a
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 from paraplan.ir.machine.collectives import PERMUTE, Collective
 from paraplan.ir.model.graph import Arg, Graph, Op, map_refs
 from paraplan.ir.model.tensor import DTYPE_BYTES, TensorSpec
@@ -33,7 +36,7 @@ class Steps:
     """Collects the ops of an expansion."""
 
     def __init__(self, op: Op, context: LocalContext, axis: int) -> None:
-        self.op, self.axis, self.size = op, axis, context.mesh_shape[axis]
+        self.op, self.axis, self.mesh_shape = op, axis, context.mesh_shape
         self.inputs = ring_inputs(op)
         self.values = {
             name: TensorSpec(spec.dtype, shape)
@@ -42,6 +45,17 @@ class Steps:
         queue = iter(self.inputs)
         self.args = tuple(map_refs(arg, lambda _: next(queue)) for arg in op_arguments(op, context))
         self.ops: list[Op] = []
+
+    @property
+    def size(self) -> int:
+        """Ranks of the axis."""
+        return self.mesh_shape[self.axis]
+
+    def along(self, axis: int) -> Self:
+        """The same steps, to which exchanges along another axis are added."""
+        other = copy.copy(self)
+        other.axis = axis
+        return other
 
     def add(self, target: str, args: tuple[Arg, ...], outs: dict[str, TensorSpec], **kwargs: Arg) -> str:
         """One op; returns its first result.
@@ -59,7 +73,7 @@ class Steps:
         return self.exchange(PERMUTE, name, to)
 
     def exchange(self, collective: Collective, name: str, to: str, more: tuple[Arg, ...] = (), rows: int = 0) -> str:
-        """A collective of a value along the axis.
+        """A collective of a value along the axis, which the step names as the mesh without microbatches numbers it.
 
         Args:
             collective: which.
@@ -69,7 +83,7 @@ class Steps:
         """
         spec = self.values[name]
         made = TensorSpec(spec.dtype, collective.result_shape(spec.shape, self.size, rows))
-        return self.add(collective.name, ("%" + name, *more), {to: made})
+        return self.add(collective.name, ("%" + name, *more), {to: made}, axis=self.axis - 1)
 
     def cast(self, name: str, dtype: str, to: str) -> str:
         """A value in another dtype; itself where it is.

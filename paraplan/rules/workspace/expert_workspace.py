@@ -107,11 +107,11 @@ def _grouped(inputs: Values, ids: LocalValue, w_in: LocalValue, total: int, of_a
 
 
 def route_plan(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:
-    """Who goes where (a byte per token and rank), and sorting it; or the ids turned into ranks."""
+    """Who goes where (a byte per token and rank, and for nobody), the first experts, and sorting; or ids as ranks."""
     ids, n = inputs[0], int(args[1])
     assert ids is not None
     count, chosen = ids.shape[0], math.prod(ids.shape)
-    return (n + 1) * count + max(9 * chosen + 8 * chosen, 9 * n * count)
+    return (n + 2) * count + 8 * (n + 1) + max(8 * chosen + _copied(ids), 9 * n * count)
 
 
 def route_here(inputs: Values, outputs: Values, args: tuple[Arg, ...]) -> int:

@@ -87,7 +87,7 @@ def expert_cases(draw: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "paraplan.experts", (x, ids, *rest)
     yield "paraplan.experts_grad", (g, x, ids, *rest, True)
     for n, held in ((4, 2), (8, 1), (2, 4)):
-        yield "paraplan.route_plan", (ids, n, held, 8)
+        yield "paraplan.route_plan", (ids, n, held, 0)
         yield "paraplan.route_here", (ids, rest[0], n, held, held)
         yield "paraplan.route_add", (x, torch.arange(B * S), B * S)
     tables, numbers = draw(4, V, 96), torch.randint(0, V, (B * S, 4))
