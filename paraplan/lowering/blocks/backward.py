@@ -40,6 +40,7 @@ from paraplan.lowering.blocks.forward import (
 from paraplan.lowering.rewrites.chunks import Chunks
 from paraplan.lowering.rewrites.float8_casts import casts_first, each_once
 from paraplan.lowering.rewrites.loops import emit_ops
+from paraplan.rules.dims import op_def
 from paraplan.rules.time_axis import KindMicro, dual
 
 LATE_BYTES = 512 << 20
@@ -344,13 +345,24 @@ def _last_scattered(backward: BlockEmitter, kind: SegmentKind, context: KindCont
     layouts = dict(zip(kind.param_grads, context.param_grads, strict=True))
     made = (out for op in reversed(kind.graph.ops) for out in op.outs if out is not None and out in layouts)
     grad = next((each for each in made if len(backward.specs[each].shape) > 1), None)
-    if grad is None or context.reduce_dtype or grad in kind.input_grads or not context.ahead:
+    if grad is None or context.reduce_dtype or not context.ahead:
+        return None
+    handed = {_root_of(kind, each) for each in kind.input_grads if each is not None}
+    if _root_of(kind, grad) in handed:
         return None
     if local_bytes(backward.specs[grad], backward.home(grad), backward.mesh_shape) > LATE_BYTES:
         return None
     path = backward.path(grad, (P if context.num_microbatches > 1 else R, *layouts[grad]))
     alone = bundle_key(backward.specs[grad], path, backward.mesh_shape) is None
     return grad if path and path[0].split_dim >= 0 and alone else None
+
+
+def _root_of(kind: SegmentKind, name: str) -> str:
+    """The value whose storage a value of a kind's graph lies in: of a view, what it views."""
+    makers = {out: op for op in kind.graph.ops for out in op.outs if out is not None}
+    while (op := makers.get(name)) is not None and (known := op_def(op.target)) is not None and known.strides == "view":
+        name = op.tensors[0]
+    return name
 
 
 def _as_summed(backward: BlockEmitter, grad: str, dtype: str) -> str:
