@@ -227,9 +227,8 @@ def test_bytes_on_the_wire_are_priced(zero: int, where: str) -> None:
             model, "8xH100", example_inputs=x, precision="bf16", reduce_dtype=reduce_dtype, dp=8, zero=zero
         )
         dtype = {"bf16": BF16, "fp32": FP32, None: FP32 if zero == 1 else BF16}[reduce_dtype]
-        summed = summed_in(plan.programs)
-        assert summed.pop("sums", {dtype}) == {dtype}, "the last one that a block makes is reduced beside the next"
-        assert summed in ({where: {dtype}}, {})
+        late = zero == 2 and dtype == BF16  # summed as it is made: the last one of a block goes beside the next block
+        assert summed_in(plan.programs) == {"sums" if late else where: {dtype}}
         assert plan.certificate is not None and plan.certificate.bound_s <= plan.prediction.step_s
         assert (f"gradients summed over ranks in {reduce_dtype}" in str(plan.explain())) == (reduce_dtype is not None)
         comm_s.setdefault(dtype, set()).add(sum(plan.simulate().comm_s.values()))
