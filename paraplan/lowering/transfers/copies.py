@@ -182,7 +182,7 @@ def issue_block(name: str, copies: tuple[Copy, ...], role: BlockRole) -> Block:
         role: of the block.
     """
     given = [value for copy in copies for value in (copy.source, copy.over) if value is not None]
-    known = {}
+    known: dict[str, LocalValue] = {}
     for copy in copies:  # storages before what are views of them
         known |= {value.base: value for value in (copy.source, copy.over or copy.issued)}
     for copy in copies:

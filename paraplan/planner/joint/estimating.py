@@ -31,6 +31,9 @@ these; of the time limit, after which not."""
 BATCH = 10
 """Combinations handed out at once."""
 
+_Waiting = tuple[float, int, Combination, StagePrices]
+"""A combination in a sharding: its closed form's seconds, its number, and both."""
+
 
 def estimate_best(
     pricing: Pricing, listed: Sequence[Combination], best_s: float, faults: list[ParaplanError], share: float = 1.0
@@ -46,7 +49,7 @@ def estimate_best(
     """
     form = pricing.form = ClosedForm(pricing.job.cluster, int(share * pricing.budget))
     pricing.price_all(listed, best_s)
-    quick: list[tuple[float, int, Combination, StagePrices]] = []
+    quick: list[_Waiting] = []
     for number, combination in enumerate(listed):
         known = [
             (form.quick_s(combination, prices.totals, pricing.mesh_shape(combination, prices.shape)), prices)
@@ -57,7 +60,7 @@ def estimate_best(
             quick.append((least_s, number, combination, known[-1][1]))
         near = (each for each in known if math.isfinite(each[0]) and each[0] <= (1 + ALIKE) * least_s)
         quick += [(each_s, number, combination, prices) for each_s, prices in near]
-    found = _in_turn(pricing, sorted(quick, key=lambda each: each[:2]), faults, share)
+    found = _in_turn(pricing, quick, faults, share)
     found += _own(pricing, found, best_s, faults, share)
     ranked: dict[Combination, Estimate] = {}
     for estimate in sorted(found, key=lambda each: each.rank):
@@ -67,21 +70,20 @@ def estimate_best(
 
 def _in_turn(
     pricing: Pricing,
-    waiting: list[tuple[float, int, Combination, StagePrices]],
+    waiting: list[_Waiting],
     faults: list[ParaplanError],
     share: float,
 ) -> list[Estimate]:
-    """Estimates of some combinations, each with its closed form, its number and its prices: the most promising first,
-    by what is known after each batch."""
+    """Estimates of some combinations: the most promising first, by what is known after each batch."""
     found: list[Estimate] = []
     off: dict[tuple[int, int], float] = {}
     most, num_done = min(ESTIMATED, len(waiting)), 0
 
-    def hoped_s(each: tuple[float, int, Combination, StagePrices]) -> float:
+    def hoped_s(each: _Waiting) -> float:
         return each[0] * off.get((each[2].pp, each[2].each), 1.0)
 
     while num_done < most:
-        waiting.sort(key=lambda each: (hoped_s(each), each[1]))
+        waiting = sorted(waiting, key=lambda each: (hoped_s(each), each[1]))
         least_s = min((estimate.step_s for estimate in found), default=math.inf)
         late = pricing.deadline.passed_s > ESTIMATED_SHARE * pricing.deadline.limit_s
         if num_done >= FEWEST and (late or hoped_s(waiting[0]) > (1 + WORSE) * least_s):
