@@ -115,7 +115,7 @@ def mixed(ones: Sequence[Plan], schedule: str, bounds: Bounds) -> Plan:
     first, meshes, positions = 0, [], []
     for index, one in enumerate(ones):
         mesh = one.stages[0].mesh
-        meshes.append(msgspec.structs.replace(mesh, devices=tuple(range(first, first + mesh.size))))
+        meshes.append(mesh.over(range(first, first + mesh.size)))
         positions += [index] * mesh.size
         first += mesh.size
     orders = named_orders(schedule, len(ones), ones[0].num_microbatches, len(bounds) // len(ones))

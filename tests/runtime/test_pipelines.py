@@ -194,7 +194,7 @@ def test_replicas_that_mean_nothing_are_refused() -> None:
 
 def test_stages_that_share_ranks_share_a_mesh() -> None:
     plan = pipeline_of(one_stage(2, 2), "1f1b", 2, cut(len(program().segments), 2))
-    overlapping = msgspec.structs.replace(plan.stages[1].mesh, devices=(1, 2))
+    overlapping = plan.stages[1].mesh.over((1, 2))
     stages = (plan.stages[0], msgspec.structs.replace(plan.stages[1], mesh=overlapping))
     with pytest.raises(InvalidPlanError, match="rank 1 holds stage 0 on mesh"):
         lower(msgspec.structs.replace(plan, stages=stages))

@@ -13,6 +13,11 @@ Text forms, used in plan files: `R`, `S0`, `P` (partial sum), `Pmax`; a layout j
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+
+import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.process.memo import SESSION
@@ -20,6 +25,11 @@ from paraplan.ir.struct import Value
 
 PADDED_SHARE = 8
 """At most one element of padding for so many of a dim."""
+
+MOST_DEVICES = 1 << 20
+"""Devices that a mesh may have; a file that says more is damaged."""
+
+_RANGE = re.compile(r"(-?[0-9]{1,12})(?:-([0-9]{1,12}))?")
 
 
 class Placement(Value, frozen=True, kw_only=True):
@@ -69,12 +79,26 @@ class Mesh(Value, frozen=True, kw_only=True):
     Attributes:
         axes: names, e.g. ("dp", "tp").
         shape: sizes, one per axis.
-        devices: global device numbers in row-major order.
+        ranges: global device numbers in row-major order, runs of them by first and last: "0-7,16-23"; in files its key
+            is `devices`, and they may be listed there one by one.
     """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    devices: tuple[int, ...]
+    ranges: str | tuple[int, ...] = msgspec.field(name="devices")
+
+    def __post_init__(self) -> None:
+        listed = parse_ranges(self.ranges) if isinstance(self.ranges, str) else self.ranges
+        msgspec.structs.force_setattr(self, "ranges", _ranges_text(listed))
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Global device numbers in row-major order."""
+        return parse_ranges(str(self.ranges))
+
+    def over(self, devices: Iterable[int]) -> Mesh:
+        """A mesh of the same axes and shape over other devices."""
+        return Mesh(axes=self.axes, shape=self.shape, ranges=tuple(devices))
 
     @property
     def size(self) -> int:
@@ -98,6 +122,32 @@ class Mesh(Value, frozen=True, kw_only=True):
         return tuple(self.devices[start + k * stride] for k in range(self.shape[axis]))
 
 
+@SESSION.cached(4096)
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """`"0-3,8"` to 0, 1, 2, 3, 8.
+
+    Raises:
+        ValueError: another text, or more than `MOST_DEVICES` of them.
+    """
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise ValueError(f"no such range of devices: {part!r} (one number, or first and last, as 8-15)")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or len(found) + last - first >= MOST_DEVICES:
+            raise ValueError(f"devices {part}: the last is before the first, or they are over {MOST_DEVICES:,}")
+        found.extend(range(first, last + 1))
+    return tuple(found)
+
+
+@SESSION.cached(4096)
+def _ranges_text(devices: tuple[int, ...]) -> str:
+    starts = [at for at, device in enumerate(devices) if not at or device != devices[at - 1] + 1]
+    runs = [(devices[at], devices[stop - 1]) for at, stop in pairwise((*starts, len(devices)))]
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 def make_mesh(shape: tuple[int, ...], axes: tuple[str, ...], first_device: int = 0) -> Mesh:
     """A row-major mesh over consecutive devices.
 
@@ -106,8 +156,7 @@ def make_mesh(shape: tuple[int, ...], axes: tuple[str, ...], first_device: int =
         axes: their names.
         first_device: the number of the first device.
     """
-    devices = tuple(range(first_device, first_device + math.prod(shape)))
-    return Mesh(axes=axes, shape=shape, devices=devices)
+    return Mesh(axes=axes, shape=shape, ranges=tuple(range(first_device, first_device + math.prod(shape))))
 
 
 @SESSION.cached()

@@ -12,7 +12,6 @@ from dataclasses import replace
 import msgspec
 
 from paraplan.ir.errors import SolverLimitError
-from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job, decided
 from paraplan.planner.checks import with_states
@@ -46,7 +45,7 @@ def planned_again(job: Job, constraints: Constraints, plan: Plan, shardings: Sha
     constraints, _ = with_states(job, constraints)
     assert constraints.pp is not None
     part, like = replace(job, cluster=first_devices(job.cluster, constraints.pp)), plan.stages[0].mesh
-    mesh = Mesh(axes=like.axes, shape=like.shape, devices=tuple(range(like.size)))
+    mesh = like.over(range(like.size))
     sharding = Sharding(part, decided(plan, mesh))
     starts = [(constraints, Start(sharding, is_only=True))]
     if cut_anew and constraints.recompute is None and plan.schedule.name in NAMED:

@@ -110,7 +110,7 @@ def span_meshes(cluster: ClusterSpec, span: PositionSpan, like: Mesh) -> tuple[M
     devices = group_devices(cluster, span.group)
     size = len(devices) // span.count
     parts = [tuple(devices[at * size : (at + 1) * size]) for at in range(span.count)]
-    return tuple(Mesh(axes=like.axes, shape=like.shape, devices=part) for part in parts)
+    return tuple(like.over(part) for part in parts)
 
 
 def device_budgets(cluster: ClusterSpec, positions: Sequence[Position]) -> tuple[int, ...]:

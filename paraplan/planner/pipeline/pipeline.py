@@ -89,10 +89,7 @@ def rescheduled(plan: Plan, schedule: Schedule, holders: Sequence[Sequence[int]]
     """
     like = plan.stages[0].mesh
     size, num_positions = like.size, 1 + max(position for each in holders for position in each)
-    meshes = [
-        Mesh(axes=like.axes, shape=like.shape, devices=tuple(range(p * size, (p + 1) * size)))
-        for p in range(num_positions)
-    ]
+    meshes = [like.over(range(p * size, (p + 1) * size)) for p in range(num_positions)]
     return on_meshes(plan, schedule, holders, meshes)
 
 

@@ -29,7 +29,7 @@ from paraplan.ir.errors import CostModelError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.collectives import COLLECTIVES
 from paraplan.ir.machine.device import Link
-from paraplan.ir.machine.mesh import Mesh, make_mesh
+from paraplan.ir.machine.mesh import make_mesh
 
 FLAT = AxisLink(size=8, latency_s=1e-6, bytes_per_s=1e9)
 TWO = AxisLink(
@@ -170,9 +170,9 @@ def test_axis_across_nodes_with_one_member_each() -> None:
 
 def test_a_mesh_inside_one_node_of_many_needs_no_network() -> None:
     cluster = parse_cluster("8xH100:2")
-    mesh = Mesh(axes=("tp",), shape=(8,), devices=tuple(range(8, 16)))
+    mesh = make_mesh((8,), ("tp",), 8)
     assert axis_link(cluster, mesh, 0).level == "in_node"
-    shifted = Mesh(axes=("tp",), shape=(8,), devices=tuple(range(4, 12)))
+    shifted = make_mesh((8,), ("tp",), 4)
     assert axis_link(cluster, shifted, 0).level == "between_nodes"
 
 
@@ -191,7 +191,7 @@ def test_an_axis_across_groups_runs_at_the_slowest_link() -> None:
     across, inside = axis_link(MIXED, mesh, 0), axis_link(MIXED, mesh, 1)
     assert across.bytes_per_s == pytest.approx(25e9 * GPU.between_nodes)
     assert inside.bytes_per_s == pytest.approx(300e9 * GPU.in_node)  # half of its groups are A100 nodes
-    only_h100 = Mesh(axes=("dp", "tp"), shape=(2, 8), devices=tuple(range(16, 32)))
+    only_h100 = make_mesh((2, 8), ("dp", "tp"), 16)
     assert axis_link(MIXED, only_h100, 0).bytes_per_s == pytest.approx(50e9 * GPU.between_nodes)
     assert axis_link(MIXED, only_h100, 1).bytes_per_s == pytest.approx(450e9 * GPU.in_node)
 
@@ -211,7 +211,7 @@ def test_a_mixed_collective_is_never_faster_than_on_either_kind_alone(target: st
 def test_a_slow_link_between_groups_counts_only_where_an_axis_crosses_it() -> None:
     wan = Link(bytes_per_s=1e9, latency_s=1e-3)
     cluster = msgspec.structs.replace(MIXED, between_nodes=wan)
-    mesh = Mesh(axes=("site", "dp", "tp"), shape=(2, 2, 8), devices=tuple(range(32)))
+    mesh = make_mesh((2, 2, 8), ("site", "dp", "tp"))
     site, dp, _ = (axis_link(cluster, mesh, axis) for axis in range(3))
     assert (site.bytes_per_s, site.latency_s) == (pytest.approx(1e9 * GPU.between_nodes), 1e-3)
     assert (dp.bytes_per_s, dp.latency_s) == (pytest.approx(25e9 * GPU.between_nodes), 4e-6)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.machine.mesh import (
     Layout,
+    Mesh,
     P,
     Partial,
     R,
@@ -71,3 +73,30 @@ def test_cutting_further_is_holding_a_part_on_every_rank() -> None:
     for outer, inner in itertools.product(itertools.product((R, S(0), S(1)), repeat=2), repeat=2):
         parts = all(block(inner, c, mesh, shape) <= block(outer, c, mesh, shape) for c in np.ndindex(*mesh))
         assert cuts_further(outer, inner) == parts, (layout_text(outer), layout_text(inner))
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        ((), ""),
+        ((3,), "3"),
+        ((0, 1), "0-1"),
+        ((4, 5, 6, 0, 2), "4-6,0,2"),
+        (tuple(range(2048)), "0-2047"),
+        ((1, 0), "1,0"),
+    ],
+)
+def test_files_have_devices_as_ranges_or_listed(devices: tuple[int, ...], text: str) -> None:
+    mesh = Mesh(axes=("x",), shape=(len(devices),), ranges=devices)
+    written = msgspec.json.encode(mesh)
+    assert msgspec.json.decode(written)["devices"] == text
+    for held in (text, list(devices)):
+        read = msgspec.json.decode(msgspec.json.encode({**msgspec.json.decode(written), "devices": held}), type=Mesh)
+        assert read == mesh
+        assert read.devices == devices
+
+
+@pytest.mark.parametrize("text", ["0-", "3-1", "0-99999999999", "a", "0-3,", "0--1", "0-1048576", "0-1048575,7"])
+def test_damaged_ranges_are_refused(text: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"no such range of devices|over 1,048,576"):
+        msgspec.json.decode(msgspec.json.encode({"axes": ["x"], "shape": [1], "devices": text}), type=Mesh)

@@ -18,7 +18,7 @@ from paraplan.cost_models.predict import predict, simulate_plan
 from paraplan.cost_models.profiles.profile_file import ProfileWriter, choose_profile, read_profiles
 from paraplan.ir.errors import ClusterError, ProfileError, RuntimeFailure
 from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
-from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.profile import CollectiveTime, Measured, OpTime, Profile
 from paraplan.jobs.measuring.contention import companions, crowding
 from paraplan.jobs.measuring.profile_ops import Book, this_machine
@@ -157,7 +157,7 @@ def test_a_tensor_of_a_bundle_adds_at_least_its_share() -> None:
         for size, seconds, called in ((64, 1e-3, 1e-4), (4096, 2e-3, 5e-4), (65536, 9e-3, 5e-3))
     )
     profile = Profile(device="cpu", name="made up", torch="2.13.0", collectives=times)
-    costs = Costs(taking(0.25, 2), Mesh(axes=("x",), shape=(2,), devices=(0, 1)), profile)
+    costs = Costs(taking(0.25, 2), make_mesh((2,), ("x",)), profile)
     assert costs.moves.taken_s("all_gather", 0, 4096) == pytest.approx(5e-4 + 0.25 * 1.5e-3)
     for size in (64, 300, 4096, 20000, 65536, 1 << 20):
         for parts in (1, 3, 7):

@@ -25,7 +25,7 @@ PLACES = (R, S(0), S(1), P)
 
 
 def moved(mesh: Mesh, first: int) -> Mesh:
-    return Mesh(axes=mesh.axes, shape=mesh.shape, devices=tuple(first + device for device in mesh.devices))
+    return mesh.over(first + device for device in mesh.devices)
 
 
 def legal(layout: Layout, mesh: Mesh) -> bool:
