@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo import build
 from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.ir.errors import ConstraintError, CostModelError, InvalidPlanError
 from paraplan.ir.execution import names
 from paraplan.ir.execution.name import Name, Role
-from paraplan.ir.execution.rank_program import StepKind
+from paraplan.ir.execution.rank_program import BlockRole, StepKind
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan, Stage
 from paraplan.lowering import lower, lower_evaluation
@@ -239,6 +240,30 @@ def test_a_backward_whose_weights_gradients_come_with_its_inputs(schedule: str) 
     one = search(job_of(program, 1, "momentum"), Constraints(microbatches=2), certify=False).plan
     plan = pipeline_of(one, schedule, 2, cut(len(program.segments), 2 if schedule == "zb-h1" else 4))
     assert eager_error(plan, Normed(), batch, loss_by(None)) <= 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b-zb"])
+def test_experts_gradients_leave_with_those_of_inputs(schedule: str) -> None:
+    small = build("deepseek_v3", 0.0)
+    program = capture(small.model, small.batch, precision="fp64")
+    one = search(job_of(program, 2), Constraints(microbatches=2, ep=2), certify=False).plan
+    plan = pipeline_of(one, schedule, 2, cut(len(program.segments), 2))
+    assert run(plan, small.model, small.batch) <= 1e-9
+    experts = {name for name in program.params if ".experts." in name}
+    made = [
+        (step.microbatch, step.action)
+        for rank in lower(plan)
+        for step in rank.steps
+        if step.kind is StepKind.ACCUMULATE and step.args[0] in map(names.accumulator, experts)
+    ]
+    assert made
+    assert all(f"W{m}" not in action for m, action in made)
+    for rank in lower(plan):
+        for block in rank.blocks.values():
+            first = {out for instr in block.instrs if instr.target == "paraplan.experts_grad" for out in instr.outs[2:]}
+            assert first.isdisjoint(block.saved), "gradients wait for the second half"
+            if block.role is BlockRole.BACKWARD_WEIGHTS:
+                assert not any(instr.target == "paraplan.reshape_copy" for instr in block.instrs)
 
 
 class Remembering(nn.Module):

@@ -3,11 +3,13 @@
 A gradient leaves a block in the layout the plan gives it, a small one that is a sum over ranks as it was made
 (`partial`). A backward in two parts (Qi et al. 2023, "Zero bubble pipeline parallelism") is a partition of its ops:
 what an input's gradient needs is the first part, the rest the second; values of the first that the second reads are
-saved until then, and ops executed again go with their first reader.
+saved until then, and ops executed again go with their first reader. Gradients of matrices that an op of the first part
+makes beside an input's, as experts' are, leave with it: they are as large as what they would wait for.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,13 +18,11 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.rank_program import Block, BlockRole
 from paraplan.ir.execution.schedule import ActionKind
-from paraplan.ir.machine.mesh import Layout, P, R, layout_text, parse_layout, without
+from paraplan.ir.machine.mesh import Layout, R, parse_layout, without
 from paraplan.ir.machine.reshard import Move
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.model.program import SegmentKind
-from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.plan import KindChoice
-from paraplan.lowering.blocks.bundle import bundle_key, local_bytes
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.blocks.forward import (
     Given,
@@ -37,14 +37,11 @@ from paraplan.lowering.blocks.forward import (
     ops_of,
     unshared,
 )
+from paraplan.lowering.blocks.param_grads import param_grads_of, root_of
 from paraplan.lowering.rewrites.chunks import Chunks
 from paraplan.lowering.rewrites.float8_casts import casts_first, each_once
 from paraplan.lowering.rewrites.loops import emit_ops
-from paraplan.rules.dims import op_def
 from paraplan.rules.time_axis import KindMicro, dual
-
-LATE_BYTES = 512 << 20
-"""The most, on a rank, that a gradient yet to be reduced may hold beyond the block that made it."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,15 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Values one part keeps for the next: local name and how it lies."""
+    """Values one part keeps for the next.
+
+    Attributes:
+        values: local name and how it lies.
+        own: those of the local names whose storage is nobody else's.
+    """
 
     values: dict[str, tuple[str, Given]]
+    own: frozenset[str] = frozenset()
 
 
 def lower_backward(
@@ -116,16 +119,20 @@ def lower_backward(
     task = _Task(name, kind, choice, micro, context, forward, tangents, chunks)
     again = (*forward.remat.again, *forward.remat.rerun)
     every = frozenset((*ops_of(kind, Phase.BACKWARD), *again))
-    whole = _lower_part(task, name, every, True, True, _Kept({}))[0] if ActionKind.B in halves else None
+    grads = frozenset(grad for grad in kind.param_grads if grad is not None)
+    whole = _lower_part(task, name, BlockRole.BACKWARD, every, grads, _Kept({}))[0] if ActionKind.B in halves else None
     if whole is not None and len(halves) == 1:
         return whole
     rerun = [out for index in forward.remat.rerun for out in kind.graph.ops[index].outs]
     first = _needed_by(kind, every, (*kind.input_grads, *rerun))
-    given, kept = _lower_part(task, f"{name}i", first, True, False, _Kept({}), every - first)
-    weights, _ = _lower_part(task, f"{name}w", every - first, False, True, kept)
+    beside = _beside(kind, first)
+    first |= _needed_by(kind, every, beside)
+    given, kept = _lower_part(task, f"{name}i", BlockRole.BACKWARD_INPUTS, first, beside, _Kept({}), every - first)
+    weights, _ = _lower_part(task, f"{name}w", BlockRole.BACKWARD_WEIGHTS, every - first, grads - beside, kept)
+    partial = tuple(a or b for a, b in zip(given.partial, weights.partial, strict=True))
     if whole is None:
-        return LoweredBackward(given.block, given.grads, given.early, weights.partial, (given, weights))
-    if (whole.grads, whole.partial) != (given.grads, weights.partial):
+        return LoweredBackward(given.block, given.grads, given.early, partial, (given, weights))
+    if (whole.grads, whole.partial) != (given.grads, partial):
         raise InvalidPlanError(
             f"the backward of {kind.name} leaves its gradients otherwise in two halves than in one; take a schedule "
             "that splits the backwards of all microbatches, or of none"
@@ -146,12 +153,19 @@ def _needed_by(kind: SegmentKind, every: Collection[int], results: Collection[st
     return frozenset(found)
 
 
+def _beside(kind: SegmentKind, first: Collection[int]) -> frozenset[str]:
+    """Gradients of matrices that some ops make, or that view what they make."""
+    made = {out for index in first for out in kind.graph.ops[index].outs}
+    matrices = (grad for grad in kind.param_grads if grad is not None and len(kind.graph.values[grad].shape) > 1)
+    return frozenset(grad for grad in matrices if root_of(kind, grad) in made)
+
+
 def _lower_part(
     task: _Task,
     name: str,
+    role: BlockRole,
     ops: Collection[int],
-    inputs: bool,
-    weights: bool,
+    weights: frozenset[str],
     given: _Kept,
     later: Collection[int] = (),
 ) -> tuple[LoweredBackward, _Kept]:
@@ -159,17 +173,16 @@ def _lower_part(
 
     Args:
         task: of which backward.
-        name: of the block.
+        name, role: of the block; all but the second part give the gradients of boundary inputs.
         ops: which, executed again or the first time.
-        inputs, weights: whether it gives the gradients of boundary inputs and of parameters.
+        weights: the gradients of parameters that it gives.
         given: what a part before it kept.
         later: ops of a part after it.
     Returns:
         The block and what it keeps for the later part.
     """
     kind, context, forward = task.kind, task.context, task.forward
-    halves = BlockRole.BACKWARD_INPUTS if inputs else BlockRole.BACKWARD_WEIGHTS
-    role = BlockRole.BACKWARD if inputs and weights else halves
+    inputs = role is not BlockRole.BACKWARD_WEIGHTS
     emitter = BlockEmitter(name, (context.num_microbatches, *context.mesh_shape), role, kind.name)
     gathered = early(kind, forward.strategies, sorted(ops), context)
     give_sources(emitter, kind, context, gathered)
@@ -184,22 +197,22 @@ def _lower_part(
     for tangent, arrives in zip(kind.tangents, task.tangents, strict=True):
         if tangent is not None and arrives is not None:
             emitter.give(tangent, kind.graph.values[tangent], arrives.layout, arrives.strides)
-    results = (*(kind.input_grads if inputs else ()), *(kind.param_grads if weights else ()))
+    results = (*(kind.input_grads if inputs else ()), *(grad for grad in kind.param_grads if grad in weights))
     order = casts_first(kind, forward.strategies, _ordered(task, ops, results))
     graph, order = each_once(_dropping(kind.graph, forward.remat.rerun), forward.strategies, order)
     needed = {name for index in later for name in kind.graph.ops[index].tensors}
     handed = {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
     emit_ops(emitter, graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
-    kept = _Kept({}) if weights else _keep(emitter, task, ops, later)
+    kept = _keep(emitter, task, ops, later, weights) if role is BlockRole.BACKWARD_INPUTS else _Kept({})
     layouts = _input_grad_layouts(kind, task, emitter)
     grads = tuple(
         None if grad is None or layout is None or not inputs else emitter.get(grad, layout)
         for grad, layout in zip(kind.input_grads, layouts, strict=True)
     )
-    partial, param_grads = _param_grads(emitter, kind, context, weights)
+    partial, param_grads = param_grads_of(emitter, kind, context, weights)
     saved = tuple(local for local, _ in kept.values.values())
     own = {local for local, _ in forward.saved.values()} if at_once(task.choice) else frozenset[str]()
-    found = unshared(emitter, (*grads, *param_grads), saved, own)
+    found = unshared(emitter, (*grads, *param_grads), saved, own | given.own)
     grads = found[: len(grads)]
     lies_at = tuple(
         None if local is None or layout is None else Given(layout, emitter.values[local].strides)
@@ -269,20 +282,25 @@ def _dropping(graph: Graph, rerun: Collection[int]) -> Graph:
     return msgspec.structs.replace(graph, ops=tuple(ops), values=values) if rerun else graph
 
 
-def _keep(emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Collection[int]) -> _Kept:
-    """What these ops make, or had brought back from a tier, and later ones read (or hand on as a gradient)."""
+def _keep(
+    emitter: BlockEmitter, task: _Task, ops: Collection[int], later: Collection[int], given: frozenset[str]
+) -> _Kept:
+    """What these ops make, or had brought back from a tier, and later ones read (or hand on as a gradient, but for
+    those given)."""
     kind = task.kind
     taken = set(ops).difference(task.forward.remat.rerun)
     made = {out for index in taken for out in kind.graph.ops[index].outs if out is not None}
     made |= {value for value, copy in task.forward.offloads.items() if copy.source.base in emitter.values}
     read = {name for index in later for name in kind.graph.ops[index].tensors}
-    read |= {grad for grad in kind.param_grads if grad is not None}
+    read |= {grad for grad in kind.param_grads if grad is not None and grad not in given}
     found = {}
     for value in kind.graph.values:
         if value in made and value in read:
             local = emitter.get(value, emitter.home(value))
             found[value] = (local, Given(emitter.home(value), emitter.values[local].strides))
-    return _Kept(found)
+    bases = Counter(emitter.values[local].base for local, _ in found.values())
+    own = {base for base, count in bases.items() if count == 1 and base not in emitter.inputs}
+    return _Kept(found, frozenset(local for local, _ in found.values() if emitter.values[local].base in own))
 
 
 def _input_grad_layouts(kind: SegmentKind, task: _Task, backward: BlockEmitter) -> tuple[Layout | None, ...]:
@@ -298,78 +316,3 @@ def _input_grad_layouts(kind: SegmentKind, task: _Task, backward: BlockEmitter) 
         first = dual(task.micro.placements[name]) if backward.mesh_shape[0] > 1 else R
         found.append((first, *without(parse_layout(text), row)))
     return tuple(found)
-
-
-def _param_grads(
-    backward: BlockEmitter, kind: SegmentKind, context: KindContext, wanted: bool
-) -> tuple[tuple[Path, ...], tuple[str | None, ...]]:
-    """The gradients of the parameters, and the moves left to those that leave the block as they were made: small ones,
-    which go with others, and the last one made, for which the block would have to wait."""
-    found: list[str | None] = []
-    left: list[Path] = []
-    last = _last_scattered(backward, kind, context) if wanted else None
-    for grad, placements, wanted_dtype in zip(kind.param_grads, context.param_grads, context.grad_dtypes, strict=True):
-        if grad is None or not wanted:
-            found.append(None)
-            left.append(())
-            continue
-        layout = (P if context.num_microbatches > 1 else R, *placements)
-        path = backward.path(grad, layout)
-        if context.grouped and path:
-            summed = (layout[0], *backward.home(grad)[1:])  # what is alike in all microbatches counts in one of them
-            later = backward.path(grad, layout, summed)
-            if later:
-                found.append(backward.get(grad, summed))
-                left.append(later)
-                continue
-        is_last = grad == last
-        if context.reduce_dtype and any(move.reduction for move in path):
-            grad = _as_summed(backward, grad, context.reduce_dtype)
-        leaves = is_last or bundle_key(backward.specs[grad], path, backward.mesh_shape)
-        if path and not path[0].is_gather and leaves:
-            found.append(backward.get(grad, backward.home(grad)))
-            left.append(path)
-            continue
-        local = backward.get(grad, layout)
-        if wanted_dtype not in ("", backward.values[local].dtype):
-            local = backward.cast(local, wanted_dtype, f"{grad}@{layout_text(layout)}^{wanted_dtype}")
-        found.append(local)
-        left.append(())
-    return tuple(left), tuple(found)
-
-
-def _last_scattered(backward: BlockEmitter, kind: SegmentKind, context: KindContext) -> str | None:
-    """The gradient of a matrix that a backward makes last, where it is scattered by itself, as it is: what is added up
-    in place may be handed on as well. None where it is too large to be held for longer, and where the plan has no room
-    for what is under way from one segment to the next."""
-    layouts = dict(zip(kind.param_grads, context.param_grads, strict=True))
-    made = (out for op in reversed(kind.graph.ops) for out in op.outs if out is not None and out in layouts)
-    grad = next((each for each in made if len(backward.specs[each].shape) > 1), None)
-    if grad is None or context.reduce_dtype or not context.ahead:
-        return None
-    handed = {_root_of(kind, each) for each in kind.input_grads if each is not None}
-    if _root_of(kind, grad) in handed:
-        return None
-    if local_bytes(backward.specs[grad], backward.home(grad), backward.mesh_shape) > LATE_BYTES:
-        return None
-    path = backward.path(grad, (P if context.num_microbatches > 1 else R, *layouts[grad]))
-    alone = bundle_key(backward.specs[grad], path, backward.mesh_shape) is None
-    return grad if path and path[0].split_dim >= 0 and alone else None
-
-
-def _root_of(kind: SegmentKind, name: str) -> str:
-    """The value whose storage a value of a kind's graph lies in: of a view, what it views."""
-    makers = {out: op for op in kind.graph.ops for out in op.outs if out is not None}
-    while (op := makers.get(name)) is not None and (known := op_def(op.target)) is not None and known.strides == "view":
-        name = op.tensors[0]
-    return name
-
-
-def _as_summed(backward: BlockEmitter, grad: str, dtype: str) -> str:
-    """The graph's name of a gradient in the dtype in which it is summed over ranks."""
-    home, spec = backward.home(grad), backward.specs[grad]
-    if spec.dtype == dtype:
-        return grad
-    cast = backward.cast(backward.get(grad, home), dtype, f"{grad}^{dtype}")
-    backward.define(cast, TensorSpec(dtype, spec.shape), home)
-    return cast

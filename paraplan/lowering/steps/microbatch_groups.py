@@ -9,8 +9,9 @@ another, so few stages' are whole at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
+from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.names import grouped
 from paraplan.ir.execution.rank_program import LocalValue, StepKind
@@ -42,14 +43,16 @@ class Groups:
         writer: StepWriter,
         accumulators: Accumulators,
         send: Callable[[str, BundledValue], None],
-        actions: Iterable[Action],
+        actions: Sequence[Action],
     ) -> None:
         self._rank, self._writer, self._accumulators, self._send = rank, writer, accumulators, send
         every = self.every = rank.plan.group
-        order: dict[int, list[int]] = {}
-        for action in actions:
-            if action.kind in (ActionKind.B, ActionKind.W):
-                order.setdefault(action.stage, []).append(action.microbatch)
+        order = _order(actions, ActionKind.W)
+        if every > 1 and order != _order(actions, ActionKind.I):
+            raise InvalidPlanError(
+                f"reduce_every is {every}, and a stage's microbatches are in another order in the second halves of "
+                "backwards than in the first ones; take 1, or a schedule with one order"
+            )
         self._of: dict[tuple[int, int], tuple[int, bool]] = {}
         for stage, found in order.items():
             for at, m in enumerate(found):
@@ -97,3 +100,12 @@ class Groups:
                 if param == name and moves == path
             )
         return self._last[key]
+
+
+def _order(actions: Sequence[Action], half: ActionKind) -> dict[int, list[int]]:
+    """Per stage, its microbatches in the order of their backwards, or of halves of them."""
+    found: dict[int, list[int]] = {}
+    for action in actions:
+        if action.kind in (ActionKind.B, half):
+            found.setdefault(action.stage, []).append(action.microbatch)
+    return found

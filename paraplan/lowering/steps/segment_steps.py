@@ -16,11 +16,11 @@ from paraplan.ir.machine.mesh import R, parse_layout
 from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.backward import LoweredBackward
-from paraplan.lowering.blocks.backward_halves import half_of, needs_zero, prefetches
 from paraplan.lowering.blocks.bundle import SMALL_BYTES, bundle_key, local_bytes
 from paraplan.lowering.blocks.small_blocks import zero_block
 from paraplan.lowering.rank_group import RankGroup
 from paraplan.lowering.stage_blocks import StageBlocks
+from paraplan.lowering.steps.backward_halves import half_of, needs_zero, prefetches
 from paraplan.lowering.steps.cast_steps import CastSteps
 from paraplan.lowering.steps.gradients import Gradients
 from paraplan.lowering.steps.loss_steps import LossSteps

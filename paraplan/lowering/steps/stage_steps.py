@@ -9,8 +9,8 @@ from paraplan.ir.execution import names as outer_names
 from paraplan.ir.execution.name import Name
 from paraplan.ir.execution.rank_program import StepKind
 from paraplan.ir.execution.schedule import Action, ActionKind
-from paraplan.lowering.blocks.backward_halves import half_of
 from paraplan.lowering.rank_group import RankGroup
+from paraplan.lowering.steps.backward_halves import half_of
 from paraplan.lowering.steps.segment_steps import SegmentSteps
 from paraplan.lowering.steps.step_writer import StepWriter
 from paraplan.lowering.steps.whole_batch import Turn, cut_block, gather_block
@@ -91,7 +91,7 @@ class StageSteps:
         """Action, by its place -> segment -> the parameters whose gradients it is the last to add to."""
         last: dict[str, tuple[int, int]] = {}
         for position, action in enumerate(self._actions):
-            if action.kind not in (ActionKind.B, ActionKind.W):
+            if action.kind not in (ActionKind.B, ActionKind.I, ActionKind.W):
                 continue
             stage, parts = self._rank.plan.stages[action.stage], self._rank.parts(action.microbatch)
             begins = self._turn is not None and self._turn.begins(action.stage, action.microbatch, action.kind)

@@ -54,13 +54,13 @@ def until_full(actions: Actions) -> Actions:
     As many as ever: in flight, between the halves of a backward in two, and with gradients of as many stages, where no
     more of one of these are there with as many of the others.
     """
-    parsed, counts, with_grads = [parse_action(text) for text in actions], [0, 0], set[int]()
+    parsed, counts, with_grads = [parse_action(text) for text in actions], [0, 0], set[tuple[int, bool]]()
     levels = list[tuple[int, int, int]]()
     for action in parsed:
         for at, more in enumerate(CHANGES.get(action.kind, (0, 0))):
             counts[at] += more
-        if action.kind in (ActionKind.B, ActionKind.W):
-            with_grads.add(action.stage)
+        if action.kind in (ActionKind.B, ActionKind.I, ActionKind.W):  # some are made beside those of inputs
+            with_grads.add((action.stage, action.kind is ActionKind.I))
         levels.append((counts[0], counts[1], len(with_grads)))
     every = set(levels)
     left = {each for each in every if not any(each != o and all(map(le, each, o)) for o in every)}

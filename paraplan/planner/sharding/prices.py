@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,20 +65,21 @@ class MeshPrices:
     _totals: dict[object, tuple[Floats, ReshardTable]] = field(default_factory=dict, repr=False, compare=False)
     _joined: dict[int, tuple[Graph, frozenset[str]]] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
+    @cached_property
     def streams(self) -> tuple[Stream, ...]:
         """Streams in price order."""
         tiers = dict.fromkeys(tier for place in self.places if place.states for tier in TIERS[place.states].way)
         away = ((copy_stream(tier, OUT), update_stream(tier), copy_stream(tier, IN)) for tier in tiers)
         return (COMPUTE, *dict.fromkeys(self.costs.moves.comm_streams), *itertools.chain.from_iterable(away))
 
-    @property
+    @cached_property
     def zero(self) -> Price:
         """The price of nothing."""
         return (0.0,) * len(self.streams)
 
     def _on(self, stream: Stream, seconds: float) -> Price:
-        return tuple(seconds if name == stream else 0.0 for name in self.streams)
+        at = self.streams.index(stream)
+        return (*self.zero[:at], seconds, *self.zero[at + 1 :])
 
     def _sent(self, target: str, axis: int, size: int, bundled: bool = False) -> Price:
         """A collective over an axis: its stream's time, and the compute it takes meanwhile; the least, in a bundle."""
