@@ -37,7 +37,7 @@ from paraplan.lowering.blocks.forward import (
     ops_of,
     unshared,
 )
-from paraplan.lowering.blocks.param_grads import param_grads_of, root_of
+from paraplan.lowering.blocks.param_grads import grads_beside, param_grads_of
 from paraplan.lowering.rewrites.chunks import Chunks
 from paraplan.lowering.rewrites.float8_casts import casts_first, each_once
 from paraplan.lowering.rewrites.loops import emit_ops
@@ -125,7 +125,7 @@ def lower_backward(
         return whole
     rerun = [out for index in forward.remat.rerun for out in kind.graph.ops[index].outs]
     first = _needed_by(kind, every, (*kind.input_grads, *rerun))
-    beside = _beside(kind, first)
+    beside = grads_beside(kind, first)
     first |= _needed_by(kind, every, beside)
     given, kept = _lower_part(task, f"{name}i", BlockRole.BACKWARD_INPUTS, first, beside, _Kept({}), every - first)
     weights, _ = _lower_part(task, f"{name}w", BlockRole.BACKWARD_WEIGHTS, every - first, grads - beside, kept)
@@ -151,13 +151,6 @@ def _needed_by(kind: SegmentKind, every: Collection[int], results: Collection[st
             found.add(index)
             wanted += kind.graph.ops[index].tensors
     return frozenset(found)
-
-
-def _beside(kind: SegmentKind, first: Collection[int]) -> frozenset[str]:
-    """Gradients of matrices that some ops make, or that view what they make."""
-    made = {out for index in first for out in kind.graph.ops[index].outs}
-    matrices = (grad for grad in kind.param_grads if grad is not None and len(kind.graph.values[grad].shape) > 1)
-    return frozenset(grad for grad in matrices if root_of(kind, grad) in made)
 
 
 def _lower_part(

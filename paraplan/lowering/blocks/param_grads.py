@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from paraplan.ir.machine.mesh import P, R, layout_text
 from paraplan.ir.model.program import SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
@@ -69,8 +71,8 @@ def _last_scattered(
     grad = next((each for each in made if len(kind.graph.values[each].shape) > 1), None)
     if grad not in wanted or grad is None or context.reduce_dtype or not context.ahead:
         return None
-    handed = {root_of(kind, each) for each in kind.input_grads if each is not None}
-    if root_of(kind, grad) in handed:
+    handed = {_root_of(kind, each) for each in kind.input_grads if each is not None}
+    if _root_of(kind, grad) in handed:
         return None
     if local_bytes(backward.specs[grad], backward.home(grad), backward.mesh_shape) > LATE_BYTES:
         return None
@@ -79,7 +81,19 @@ def _last_scattered(
     return grad if path and path[0].split_dim >= 0 and alone else None
 
 
-def root_of(kind: SegmentKind, name: str) -> str:
+def grads_beside(kind: SegmentKind, first: Collection[int]) -> frozenset[str]:
+    """Gradients of matrices that ops make, or that view what they make.
+
+    Args:
+        kind: whose.
+        first: the ops, by position.
+    """
+    made = {out for index in first for out in kind.graph.ops[index].outs}
+    matrices = (grad for grad in kind.param_grads if grad is not None and len(kind.graph.values[grad].shape) > 1)
+    return frozenset(grad for grad in matrices if _root_of(kind, grad) in made)
+
+
+def _root_of(kind: SegmentKind, name: str) -> str:
     """The value whose storage a value of a kind's graph lies in: of a view, what it views."""
     makers = {out: op for op in kind.graph.ops for out in op.outs if out is not None}
     while (op := makers.get(name)) is not None and (known := op_def(op.target)) is not None and known.strides == "view":

@@ -15,26 +15,27 @@ from dataclasses import replace
 from paraplan.ir.model.program import Program, SegmentKind, Source, source_of
 from paraplan.lowering.blocks.remat import read_by_backward, remat_of
 from paraplan.planner.recompute.kind_options import RematOption
+from paraplan.planner.recompute.local_storages import Storages
 from paraplan.planner.recompute.split_backward import deferred_bytes
-from paraplan.planner.sharding.layout_options import storage_roots
 
 Shares = Mapping[str, float]
 """Of a kind: local bytes of its inputs and outputs, each divided by the segments that hold it."""
 
 
-def held_shares(program: Program, nbytes: Sequence[Mapping[str, int]]) -> tuple[Shares, ...]:
+def held_shares(program: Program, storages: Sequence[Storages]) -> tuple[Shares, ...]:
     """Per kind, what an instance has of every input and output.
 
     Args:
         program: the model.
-        nbytes: per kind, local bytes of every value that its ops make.
+        storages: per kind, those of its values in all phases.
     """
     sizes = {
-        value: nbytes[segment.kind].get(name, 0)
+        value: storages[segment.kind].nbytes.get(name, 0)
         for segment in program.segments
         for value, name in zip(segment.outputs, program.kinds[segment.kind].outputs, strict=True)
     }
-    reads = [_outside(kind, read_by_backward(kind)) for kind in program.kinds]
+    kinds = zip(program.kinds, storages, strict=True)
+    reads = [_outside(kind, lies.roots, read_by_backward(kind)) for kind, lies in kinds]
     holders: Counter[str] = Counter()
     for segment in program.segments:
         names = dict(_values(program, segment.kind, segment.inputs, segment.outputs))
@@ -50,7 +51,7 @@ def held_shares(program: Program, nbytes: Sequence[Mapping[str, int]]) -> tuple[
 
 
 def with_inputs(
-    kind: SegmentKind, shares: Shares, nbytes: Mapping[str, int], options: Sequence[RematOption]
+    kind: SegmentKind, shares: Shares, storages: Storages, options: Sequence[RematOption]
 ) -> tuple[RematOption, ...]:
     """A kind's options with what each holds of the results of other segments, and between the halves of a backward in
     two, most bytes saved first.
@@ -58,23 +59,25 @@ def with_inputs(
     Args:
         kind: whose.
         shares: of its inputs and outputs.
-        nbytes: local bytes of every value that its ops make.
+        storages: of its values in all phases.
         options: what an instance may do.
     """
     tangents = zip(kind.tangents, kind.outputs, strict=True)
-    counted = {**nbytes, **shares, **{name: nbytes.get(out, 0) for name, out in tangents if name is not None}}
+    sizes = storages.nbytes
+    counted = {**sizes, **shares, **{name: sizes.get(out, 0) for name, out in tangents if name is not None}}
     ops, found = kind.graph.ops, []
     for option in options:
         again = remat_of(kind, option.activations).again
-        read = _outside(kind, read_by_backward(kind).union(*(ops[at].tensors for at in again)))
+        read = _outside(kind, storages.roots, read_by_backward(kind).union(*(ops[at].tensors for at in again)))
         saved = option.saved_bytes + int(sum(shares.get(name, 0.0) for name in read))
-        found.append(replace(option, saved_bytes=saved, deferred_bytes=int(deferred_bytes(kind, counted, again))))
+        found.append(
+            replace(option, saved_bytes=saved, deferred_bytes=int(deferred_bytes(kind, counted, storages.roots, again)))
+        )
     return tuple(sorted(found, key=lambda each: (-each.saved_bytes, each.extra_s)))
 
 
-def _outside(kind: SegmentKind, names: set[str]) -> set[str]:
+def _outside(kind: SegmentKind, roots: Mapping[str, str], names: set[str]) -> set[str]:
     """Of the values read, the inputs and outputs whose storage they lie in."""
-    roots = storage_roots(kind)
     outside = {roots.get(name, name): name for name in (*kind.outputs, *kind.inputs)}
     return {outside[root] for root in (roots.get(name, name) for name in names) if root in outside}
 

@@ -77,17 +77,22 @@ class RematOption:
 
 
 def kind_options(
-    kind: SegmentKind, op_s: Sequence[float], nbytes: Mapping[str, int], pinned: Mapping[str, str] | None = None
+    kind: SegmentKind,
+    op_s: Sequence[float],
+    nbytes: Mapping[str, int],
+    pinned: Mapping[str, str] | None = None,
+    roots: Mapping[str, str] | None = None,
 ) -> tuple[RematOption, ...]:
     """The hull of (bytes saved, seconds recomputed), most bytes first.
 
     Args:
         kind: whose.
         op_s: seconds of every op of the joint graph under its strategy; those of forward ops are read.
-        nbytes: local bytes of every value the forward makes.
+        nbytes: local bytes of every value the forward makes, and of the storages that `roots` names beside.
         pinned: the fates of its values, if they are not to be chosen.
+        roots: of every value, what names its storage; None: a view's is what it views.
     """
-    cuts = _Cuts(kind, op_s, nbytes)
+    cuts = _Cuts(kind, op_s, nbytes, roots)
     if pinned is not None:
         return (cuts.option(*(tuple(n for n, of in pinned.items() if of == fate) for fate in (RECOMPUTE, RERUN))),)
     most, least = cuts.option(()), cuts.leanest()
@@ -111,6 +116,7 @@ def away_options(
     tier: str,
     copy_s: Callable[[int], float],
     handed: Sequence[str] = (),
+    roots: Mapping[str, str] | None = None,
 ) -> tuple[RematOption, ...]:
     """Each option with some of what it saves on a tier instead: the largest storages, more and more of them.
 
@@ -118,13 +124,13 @@ def away_options(
     larger storages is dearer nowhere. A storage leaves the device only if all values saved in it do.
 
     Args:
-        kind, nbytes: as for `kind_options`.
+        kind, nbytes, roots: as for `kind_options`.
         options: which keep or recompute.
         tier: where to.
         copy_s: seconds of one copy of so many bytes.
         handed: outputs of the kind that may leave as well; what the options save counts them.
     """
-    cuts = _Cuts(kind, (0.0,) * len(kind.graph.ops), nbytes)
+    cuts = _Cuts(kind, (0.0,) * len(kind.graph.ops), nbytes, roots)
     found = []
     for option in options:
         # What only looks at another value's storage is looked up again, not copied beside it.
@@ -183,15 +189,22 @@ class _Arcs(NamedTuple):
 class _Cuts:
     """The cut problem of a kind, solved for one price per byte after another."""
 
-    def __init__(self, kind: SegmentKind, op_s: Sequence[float], nbytes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        kind: SegmentKind,
+        op_s: Sequence[float],
+        nbytes: Mapping[str, int],
+        roots: Mapping[str, str] | None = None,
+    ) -> None:
         self.kind, self.op_s = kind, op_s
-        self.roots = storage_roots(kind)
+        self.roots = storage_roots(kind) if roots is None else roots
         self.free = {*kind.graph.inputs, *kind.outputs}
         self.free |= {name for name, root in self.roots.items() if root in self.free}
         self.free |= {name for name, root in self.roots.items() if root in {self.roots.get(o) for o in kind.outputs}}
         self.nbytes = {
             name: nbytes[self.roots[name]] for name in self.roots if name in nbytes and name not in self.free
         }
+        self._sizes = {self.roots[name]: size for name, size in self.nbytes.items()}
         self.allowed = frozenset(recomputable(kind))
         self.forward = [index for index, op in enumerate(kind.graph.ops) if op.phase is Phase.FORWARD]
         self.makers = {out: index for index in self.forward for out in kind.graph.ops[index].outs if out is not None}
@@ -203,7 +216,7 @@ class _Cuts:
         again = {out for index in remat.again for out in self.kind.graph.ops[index].outs if out is not None}
         return RematOption(
             tuple(name for name in self.kind.graph.values if name in again),
-            sum(self.nbytes.get(root, 0) for root in held),
+            sum(self._sizes.get(root, 0) for root in held),
             sum(self.op_s[index] for index in (*remat.again, *remat.rerun)),
             rerun=rerun,
         )

@@ -1,9 +1,10 @@
 """What a backward in two halves keeps between them: its first half hands a gradient on, its second makes those of
 weights.
 
-The second half reads values of the forward, made again or not, gradients that came or that the first half made, and
-what is handed on between segments: they wait from one to the other, so recomputing makes nothing of them smaller. An op
-that is executed again goes with the half that needs it.
+Gradients of matrices that come with those of inputs do not wait. The second half reads values of the forward, made
+again or not, gradients that came or that the first half made, and what is handed on between segments: they wait from
+one to the other, so recomputing makes nothing of them smaller. An op that is executed again goes with the half that
+needs it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Collection, Mapping
 
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import SegmentKind
-from paraplan.planner.sharding.layout_options import storage_roots
+from paraplan.lowering.blocks.param_grads import grads_beside
 
 
 def handed_on(kind: SegmentKind, again: Collection[int] = ()) -> frozenset[int]:
@@ -30,15 +31,20 @@ def handed_on(kind: SegmentKind, again: Collection[int] = ()) -> frozenset[int]:
     return frozenset(found)
 
 
-def deferred_bytes(kind: SegmentKind, nbytes: Mapping[str, float], again: Collection[int] = ()) -> float:
+def deferred_bytes(
+    kind: SegmentKind, nbytes: Mapping[str, float], roots: Mapping[str, str], again: Collection[int] = ()
+) -> float:
     """What a microbatch of an instance keeps between the halves.
 
     Args:
         kind: of segment.
         nbytes: local bytes of every value that its ops make, and of what counts of its inputs, outputs and tangents.
+        roots: of every value, what names its storage.
         again: the forward's ops that the backward executes again.
     """
-    first, roots = handed_on(kind, again), storage_roots(kind)
+    first = handed_on(kind, again)
+    beside = grads_beside(kind, first)
+    first |= {at for at, op in enumerate(kind.graph.ops) if not beside.isdisjoint(op.outs)}
     ops = list(enumerate(kind.graph.ops))
     second = [op for at, op in ops if (op.phase is Phase.BACKWARD or at in again) and at not in first]
     made = {out for op in second for out in op.outs}

@@ -18,7 +18,6 @@ every instance; where in a phase copies fall is not seen, so the simulator decid
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program, SegmentKind
 from paraplan.ir.model.strides import is_dense
-from paraplan.ir.model.tensor import DTYPE_BYTES
 from paraplan.ir.plan import Plan
 from paraplan.lowering.blocks.forward import LoweredForward
 from paraplan.lowering.blocks.remat import boundary_values
@@ -41,6 +39,7 @@ from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.evaluate_plan import as_decided, gave_up, realise
 from paraplan.planner.recompute.inputs_held import held_shares, with_inputs
 from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
+from paraplan.planner.recompute.local_storages import Storages, storages_of
 from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.sharding.instants import Instant, peak_instant
 from paraplan.planner.solvers.milp import MilpBuilder, solve
@@ -82,30 +81,30 @@ def options_of(
         tiers: where values may wait.
     """
     stage, program, costs = plan.stages[0], plan.program, plan_costs(plan)[0]
-    forwards = PlanBlocks(plan).routes[0].parts[0].forwards
+    parts = PlanBlocks(plan).routes[0].parts[0]
     extended = (plan.num_shares, *stage.mesh.shape)
     pinned = None if recompute is None else preset_fates(program, recompute)
     found: list[tuple[RematOption, ...]] = []
     for index, kind in enumerate(program.kinds):
         first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)
-        forward = forwards[first]
+        forward = parts.forwards[first]
         seconds = [0.0] * len(kind.graph.ops)
         for instr in forward.block.instrs:
             if instr.origin >= 0:
                 seconds[instr.origin] += costs.instr_s(forward.block, instr)
-        nbytes = _local_bytes(kind, forward, extended)
+        roots, nbytes = storages_of(kind, forward, parts.contexts[first])
         choice = stage.choices[stage.segment_choice[first]]
         if choice.split is not None and choice.split.at_once:  # nothing is saved, nor made again
             found.append((RematOption((), 0, 0.0),))
             continue
-        here = kind_options(kind, seconds, nbytes, None if pinned is None else pinned[index])
+        here = kind_options(kind, seconds, nbytes, None if pinned is None else pinned[index], roots)
         handed = _handed(kind, forward, extended) if tiers else ()
         held = sum(nbytes[name] for name in handed)
         here = tuple(replace(option, saved_bytes=option.saved_bytes + held) for option in here)
         away = [
             option
             for tier in tiers
-            for option in away_options(kind, nbytes, here, tier, partial(costs.moves.copy_s, tier), handed)
+            for option in away_options(kind, nbytes, here, tier, partial(costs.moves.copy_s, tier), handed, roots)
         ]
         found.append(tuple(sorted((*here, *away), key=lambda o: (-o.saved_bytes, not o.tier, o.extra_s))))
     return tuple(found)
@@ -118,32 +117,11 @@ def held_options(plan: Plan) -> tuple[tuple[RematOption, ...], ...]:
     Args:
         plan: which keeps everything.
     """
-    nbytes = _kinds_bytes(plan, tuple(Phase))
-    shares = held_shares(plan.program, nbytes)
-    return tuple(map(with_inputs, plan.program.kinds, shares, nbytes, options_of(plan)))
-
-
-def _kinds_bytes(plan: Plan, phases: Sequence[Phase]) -> list[dict[str, int]]:
-    """Per kind, local bytes of what its ops of some phases make."""
-    forwards, found = PlanBlocks(plan).routes[0].parts[0].forwards, []
-    extended = (plan.num_shares, *plan.stages[0].mesh.shape)
-    for index, kind in enumerate(plan.program.kinds):
-        forward = next(forwards[i] for i, segment in enumerate(plan.program.segments) if segment.kind == index)
-        found.append(_local_bytes(kind, forward, extended, phases))
-    return found
-
-
-def _local_bytes(
-    kind: SegmentKind, forward: LoweredForward, extended: tuple[int, ...], phases: Sequence[Phase] = (Phase.FORWARD,)
-) -> dict[str, int]:
-    """Of what ops of some phases make, under the plan's strategies."""
-    found = {}
-    for op, strategy in zip(kind.graph.ops, forward.strategies, strict=True):
-        for out, layout in zip(op.outs, strategy.outputs, strict=True):
-            if op.phase in phases and out is not None and layout is not None:
-                spec = kind.graph.values[out]
-                found[out] = DTYPE_BYTES[spec.dtype] * math.prod(local_shape(spec.shape, layout, extended))
-    return found
+    program, parts, storages = plan.program, PlanBlocks(plan).routes[0].parts[0], list[Storages]()
+    for index, kind in enumerate(program.kinds):
+        first = next(i for i, segment in enumerate(program.segments) if segment.kind == index)
+        storages.append(storages_of(kind, parts.forwards[first], parts.contexts[first], tuple(Phase)))
+    return tuple(map(with_inputs, program.kinds, held_shares(program, storages), storages, options_of(plan)))
 
 
 def _handed(kind: SegmentKind, forward: LoweredForward, extended: tuple[int, ...]) -> tuple[str, ...]:
