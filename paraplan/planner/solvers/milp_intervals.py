@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
+from paraplan.planner.solvers.interruptible import interruptible
 from paraplan.planner.solvers.milp_problem import SolverError, Status
 
 _STATUS = {
@@ -160,7 +161,8 @@ def solve_intervals(
         solver.parameters.max_time_in_seconds = time_limit_s
     if work_limit is not None:
         solver.parameters.max_deterministic_time = work_limit
-    status = _STATUS.get(solver.solve(model))
+    solver.parameters.catch_sigint_signal = False
+    status = _STATUS.get(interruptible(lambda: solver.solve(model), solver.stop_search))
     if status is None:
         raise SolverError(f"CP-SAT refuses the model: {model.validate()}")
     values: tuple[int, ...] = ()

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from ortools.math_opt import callback_pb2, model_parameters_pb2, model_pb2, parameters_pb2, result_pb2, solution_pb2
 from ortools.math_opt.core.python import solver as mathopt
+from ortools.util.python.solve_interrupter import SolveInterrupter
 
+from paraplan.planner.solvers.interruptible import interruptible
 from paraplan.planner.solvers.milp_problem import (
     Floats,
     Milp,
@@ -59,9 +61,11 @@ def run(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
         SolverError: see `milp.solve`.
     """
     _refuse_unfit(problem, backend)
-    try:
+    interrupter = SolveInterrupter()
+
+    def solved() -> result_pb2.SolveResultProto:
         with quiet():
-            result = mathopt.solve(
+            return mathopt.solve(
                 _model(problem),
                 _SOLVERS[backend],
                 parameters_pb2.SolverInitializerProto(),
@@ -70,8 +74,11 @@ def run(problem: Milp, backend: str, options: SolverOptions) -> SolverAnswer:
                 None,
                 callback_pb2.CallbackRegistrationProto(),
                 None,
-                None,
+                None if backend == "mathopt-scip" else interrupter.pybind_interrupter,  # it complains on stderr
             )
+
+    try:
+        result = interruptible(solved, interrupter.interrupt)
     except Exception as fault:  # noqa: BLE001 - the binding's StatusNotOk has no importable, stable home
         if "PrimalSolutionProto.objective_value" in str(fault):  # SCIP's answer to an unbounded LP: a point at -inf
             return SolverAnswer(status=Status.UNBOUNDED)
