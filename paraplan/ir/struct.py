@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +18,9 @@ import msgspec
 from paraplan.ir.errors import ParaplanError
 
 T = TypeVar("T")
+_CONTROLS = re.compile("[\x1b\x90\x9b\x9d]")
+_MAYBE_CONTROLS = re.compile(rb"\\u001[bB]|\\u009[0bBdD]|\xc2[\x90\x9b\x9d]")
+"""What begins a sequence that terminals obey; and what may be one in JSON, escaped or as it is."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,12 +89,25 @@ def from_json(data: bytes, kind: type[T], what: str, error: type[ParaplanError])
         what: how messages call the source, e.g. the file's name.
         error: the exception to raise.
     Raises:
-        error: malformed or too deeply nested JSON, an unknown key, a wrong type or a missing field, with its path.
+        error: malformed or too deeply nested JSON, an unknown key, a wrong type or a missing field, with its path; or
+            text with sequences that terminals obey.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        made = msgspec.json.decode(data, type=kind)
+        controls = _controls(msgspec.json.decode(data)) if _MAYBE_CONTROLS.search(data) else ""
     except (msgspec.DecodeError, RecursionError) as fault:  # of nesting
         raise error(f"{what}: {fault}") from None
+    if controls:
+        raise error(f"{what}: text that would drive a terminal, {controls!r:.80}: the file was edited or damaged")
+    return made
+
+
+def _controls(value: Any) -> str:
+    """The first text in some data that would drive a terminal; "" where none does."""
+    if isinstance(value, str):
+        return value if _CONTROLS.search(value) else ""
+    parts = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_controls, parts)), "")
 
 
 def read_bytes(path: str | Path, what: str, error: type[ParaplanError]) -> bytes:

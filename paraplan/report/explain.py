@@ -245,9 +245,8 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
         )
     if plan.certificate is not None:
         c = plan.certificate
-        found.append(
-            ("bound", f"{show_seconds(c.bound_s)}, gap {100 * c.gap:.1f} %, {c.status} (fixed: {c.bound_scope})")
-        )
+        said = f"{show_seconds(c.bound_s)}, gap {100 * c.gap:.1f} %, {c.status} (fixed: {c.bound_scope})"
+        found.append(("bound", said if c.bound_s > 0 else "none was computed: nothing is proved of faster plans"))
     return tuple(found)
 
 
@@ -261,7 +260,8 @@ def _cards(plan: Plan, simulation: Simulation) -> tuple[Card, ...]:
     if (told := plan.prediction) is not None:
         found.append(("throughput", f"{show_count(told.tokens_per_s)} tokens/s", f"mfu {100 * told.mfu:.1f} %"))
     if (proved := plan.certificate) is not None:
-        found.append(("to the bound", f"gap {100 * proved.gap:.1f} %", show_seconds(proved.bound_s)))
+        gap = (f"gap {100 * proved.gap:.1f} %", show_seconds(proved.bound_s)) if proved.bound_s > 0 else ("–", "none")
+        found.append(("to the bound", *gap))
     return tuple(found)
 
 

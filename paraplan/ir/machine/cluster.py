@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from paraplan.ir.errors import ClusterError
 from paraplan.ir.machine.device import USUAL_CAPABILITY, Device, Link, check_device, check_link
+from paraplan.ir.machine.mesh import MOST_DEVICES
 from paraplan.ir.machine.reserves import Reserve, cpu_reserves
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.quantities import check_not_negative, check_positive
@@ -214,8 +215,10 @@ class ClusterSpec(Value, frozen=True, kw_only=True):
             memory_bytes: what a plan may hold on each; the process has its reserves besides.
             cores: that they share; None: one for each.
         Raises:
-            ClusterError: num_devices is below 1.
+            ClusterError: num_devices is below 1, or more than `MOST_DEVICES`.
         """
+        if num_devices > MOST_DEVICES:
+            raise ClusterError(f"local:{num_devices}: {num_devices} processes; there may be {MOST_DEVICES}")
         reserves = cpu_reserves(memory_bytes)
         share = min(1.0, cores / num_devices) if cores and num_devices > 0 else 1.0
         shared = f"; {cores} cores shared by {num_devices} processes" if share < 1 else ""
@@ -293,7 +296,3 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
                 "bytes_per_s and latency_s"
             )
     return cluster
-
-
-MOST_DEVICES = 1 << 20
-"""Devices of the largest cluster: sums over ranks stay exact and lists of ranks small."""

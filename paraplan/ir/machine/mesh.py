@@ -27,7 +27,7 @@ PADDED_SHARE = 8
 """At most one element of padding for so many of a dim."""
 
 MOST_DEVICES = 1 << 20
-"""Devices that a mesh may have; a file that says more is damaged."""
+"""Devices of the largest cluster: sums over ranks stay exact and lists of ranks small."""
 
 _RANGE = re.compile(r"(-?[0-9]{1,12})(?:-([0-9]{1,12}))?")
 
@@ -133,7 +133,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     for part in text.split(",") if text else ():
         match = _RANGE.fullmatch(part)
         if not match:
-            raise ValueError(f"no such range of devices: {part!r} (one number, or first and last, as 8-15)")
+            raise ValueError(f"no such range of devices: {part[:40]!r} (one number, or first and last, as 8-15)")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or len(found) + last - first >= MOST_DEVICES:
             raise ValueError(f"devices {part}: the last is before the first, or they are over {MOST_DEVICES:,}")

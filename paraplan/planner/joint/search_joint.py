@@ -131,6 +131,7 @@ class JointSearch:
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
             alone.solve(self.roomless, certify)
+            alone.plan_by_hand()
             self.drafts = self.drafts or self.roomless  # for which room is to be made
             self._make_fastest()
         except KeyboardInterrupt as fault:

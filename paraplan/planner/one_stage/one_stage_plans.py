@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -19,6 +19,8 @@ USUAL_SHARE = 0.25
 """Of the time limit, for plain data parallelism to be planned before all else."""
 MESHES = 6
 """Of one stage, up to which each is solved."""
+HAND_SHARE = 0.85
+"""Of the time limit, after which nothing more is laid out by hand."""
 NEARLY = 1.02
 """How much slower than the best a plan of one stage may be for its mesh to be solved."""
 
@@ -59,6 +61,7 @@ class OneStagePlans:
     attempt: Attempt
     drafts: list[Draft]
     is_tight: bool = False
+    _tried: set[object] = field(default_factory=set)
 
     def plan_usual(self) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
@@ -112,10 +115,38 @@ class OneStagePlans:
         what = f"one stage, solved on mesh {'x'.join(map(str, mesh))}"
         self.attempt(what, pinned, partial(self.make, pinned, certify))
 
+    def plan_by_hand(self) -> None:
+        """What people lay out by hand on few devices, where one stage is the best or nearly so and time is left: tensor
+        parallelism of every width, and where memory binds data parallelism that recomputes nothing, in as
+        many microbatches as that takes. Of layouts that take as much work, one may hide more of it.
+        """
+        n = self.job.cluster.num_devices
+        if is_piped(self.constraints) or not meshes_free(self.constraints) or self.constraints.recompute is not None:
+            return
+        best = min(self.drafts, key=step_s, default=None)
+        alone = min((draft for draft in self.drafts if len(draft.sample.stages) == 1), key=step_s, default=None)
+        is_near = alone is not None and best is not None and alone.step_s <= NEARLY * best.step_s
+        if not is_near or len(candidate_meshes(self.job, self.constraints)) > MESHES:
+            return
+        ways: list[tuple[str | None, dict[str, int]]] = []
+        if self.is_tight:
+            ways += [("none", {"dp": n, "zero": zero}) for zero in (2, 3)]
+        ways += [
+            (None, {"tp": tp} if tp == n else {"tp": tp, "dp": n // tp})
+            for tp in range(n, 1, -1)
+            if n % tp == 0 and self.job.program.batch_size % (n // tp) == 0
+        ]
+        for recompute, degrees in ways:
+            if self.deadline.passed_s > HAND_SHARE * self.deadline.limit_s:
+                return
+            if (recompute, *degrees.items()) not in self._tried:
+                self._fits(partial(self.make, again=False), recompute, **degrees)
+
     def _fits(self, make: OneStage, recompute: str | None, **degrees: int) -> bool:
         """Whether there is a plan of these degrees."""
         pins = msgspec.structs.replace(self.constraints, recompute=recompute, **degrees)
         what = " ".join(f"{name}={degree}" for name, degree in degrees.items())
+        self._tried.add((recompute, *degrees.items()))
         return self.attempt(what, pins, partial(make, pins, False)) is not None
 
 

@@ -1,0 +1,43 @@
+"""What people lay out by hand is tried where time is left, so that nothing they pin is faster on few devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from paraplan.ir.errors import NoPlanError
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.fits import search_room
+from tests.captures import zoo_job
+from tests.planner.joint.chains import chained, cluster, group
+from tests.planner.joint.chains import job as chain_job
+
+
+@pytest.mark.parametrize("link", [1.0, 30.0])
+def test_no_width_of_tensor_parallelism_is_faster(link: float) -> None:
+    job = chain_job(cluster(group(1.0, devices=4, link=link)), chained())
+    plan = search_room(job, Constraints()).plan
+    words = {each.what for each in plan.tried}
+    assert plan.prediction is not None
+    if len(plan.stages) == 1:
+        assert words >= {"tp=4", "tp=2 dp=2"}
+    for tp in (4, 2):
+        pinned = search_room(job, Constraints(tp=tp, dp=4 // tp, pp=1)).plan
+        assert pinned.prediction is not None
+        assert plan.prediction.step_s <= pinned.prediction.step_s * (1 + 1e-9)
+
+
+def test_under_tight_memory_no_zero_level_that_keeps_everything_is_faster() -> None:
+    job = zoo_job("gpt2", 2)
+    roomy = search_room(job, Constraints(pp=1)).plan
+    assert roomy.prediction is not None
+    tight = int(0.7 * max(roomy.prediction.peak_bytes))
+    plan = search_room(job, Constraints(memory_bytes=tight, reserve_bytes=0)).plan
+    assert plan.prediction is not None
+    for zero in (1, 2, 3):
+        pins = Constraints(memory_bytes=tight, reserve_bytes=0, dp=2, zero=zero, pp=1, recompute="none")
+        try:
+            pinned = search_room(job, pins).plan
+        except NoPlanError:
+            continue
+        assert pinned.prediction is not None
+        assert plan.prediction.step_s <= pinned.prediction.step_s * (1 + 1e-9), zero
