@@ -39,6 +39,8 @@ PINS = {
     "Llama 70B, 256 H100, interleaved": Constraints(pp=8, mesh=(4, 8), microbatches=32, schedule="interleaved"),
     "GPT 18B, 256 A100": Constraints(pp=8, mesh=(4, 8), microbatches=32, schedule="1f1b"),
     "GPT 175B, 1024 A100": Constraints(pp=8, mesh=(32, 4), microbatches=24, schedule="interleaved"),
+    "DeepSeek-V3, 2048 H100, zb-v-lean": Constraints(pp=16, mesh=(16, 8), microbatches=128, schedule="zb-v-lean"),
+    "DeepSeek-V3, 2048 H100, 1f1b": Constraints(pp=16, mesh=(16, 8), microbatches=128, schedule="1f1b"),
     "Llama 405B, 16384 H100": Constraints(pp=8, mesh=(256, 8), microbatches=8, schedule="interleaved"),
 }
 

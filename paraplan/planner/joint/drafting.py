@@ -152,7 +152,8 @@ class Drafting:
     def start(self, estimate: Estimate, within_s: float) -> Start:
         """What is known of an estimate's pipeline before it is planned."""
         memory = ClassMemory(self.reserves)
-        return Start(self._sharding(estimate), estimate.taken, within_s, math.isfinite(estimate.step_s), memory)
+        known = self._sharding(estimate), estimate.taken, within_s, math.isfinite(estimate.step_s)
+        return Start(*known, memory, self.pricing.deadline)
 
     def _estimated(self, combination: Combination, budget: int, sharding: Sharding, less_bytes: int) -> Estimate | None:
         """What a combination comes to within so many bytes, in the sharding where that is least: of those priced, and

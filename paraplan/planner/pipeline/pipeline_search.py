@@ -29,6 +29,7 @@ from paraplan.ir.plan import Certificate, Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.deadline import Deadline
 from paraplan.planner.evaluate_plan import gathers_often
 from paraplan.planner.passes.cast_holding import cast_once
 from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
@@ -68,6 +69,7 @@ class Start:
         within_s: the step of a plan known: where this one's cannot be shorter, it is left.
         is_only: whether no other sharding is tried where nothing fits with this one.
         memory: what rank classes need: what is alive, or what allocators reserve.
+        deadline: after which nothing else is tried once a plan fits; None for none.
     """
 
     sharding: Sharding | None = None
@@ -75,6 +77,12 @@ class Start:
     within_s: float = math.inf
     is_only: bool = False
     memory: ClassMemory = field(default_factory=ClassMemory)
+    deadline: Deadline | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline is over."""
+        return self.deadline is not None and self.deadline.is_over
 
 
 class Slower(NamedTuple):
@@ -184,7 +192,8 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             fitting = [made for made in tried if case.fits(made)]
     later: Realised | Slower | None = None
     short = len(fitting) < len(tried) or any(map(any, (activations_of(made.plan) for made in fitting)))
-    if case.params_ahead and short and any(gathers_often(made.programs) for made in tried):
+    is_left = bool(fitting) and start.is_late
+    if case.params_ahead and short and not is_left and any(gathers_often(made.programs) for made in tried):
         with suppress(SolverLimitError):
             later = _fastest(replace(case, params_ahead=False), shardings, start)
     if not fitting:
