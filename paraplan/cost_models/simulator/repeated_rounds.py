@@ -31,10 +31,12 @@ from paraplan.ir.execution.streams import Stream
 
 
 class Round(NamedTuple):
-    """Steps of a program that can follow themselves, later by a round: the first, and how many."""
+    """Steps of a program that can follow themselves, later by a round: the first, and how many; and how many steps
+    earlier they may begin as well."""
 
     first: int
     length: int
+    earlier: int = 0
 
 
 class Rounds(NamedTuple):
@@ -73,7 +75,8 @@ def simulate_rounds(
     for engine in engines:
         repeated = rounds[id(engine.program)]
         assert repeated is not None
-        if _hands_over(engine, repeated):
+        repeated = _apart(engine, repeated)
+        if repeated is None:
             return None
         again.setdefault(id(engine), _Again(engine, mailbox, repeated, microbatches, more))
     run(list(again.values()))
@@ -111,7 +114,7 @@ def full_round(program: RankProgram, microbatches: int) -> Round | None:
     for is_alike, stretch in itertools.groupby(enumerate(alike), key=lambda each: each[1]):
         places = [at for at, _ in stretch]
         if is_alike and len(places) >= length:
-            found = Round(places[-1] + 1, length)
+            found = Round(places[-1] + 1, length, len(places) - length)
     return found
 
 
@@ -128,16 +131,22 @@ def _is_alike(step: Step, then: Step, later: dict[str, str], microbatches: int) 
     return alike and (len(step.args), len(step.outs)) == (len(then.args), len(then.outs))
 
 
-def _hands_over(engine: RankEngine, repeated: Round) -> bool:
-    """Whether a step of the round waits for what one before it has issued: names are those of one round."""
-    issued: set[Name | None] = set()
-    for step in engine.program.steps[repeated.first : repeated.first + repeated.length]:
+def _apart(engine: RankEngine, repeated: Round) -> Round | None:
+    """The last round of which no step waits for what one before it has issued: names are those of one round. None where
+    there is none."""
+    steps = engine.program.steps
+    issued, crossed = dict[Name, int](), list[tuple[int, int]]()
+    start = repeated.first - repeated.earlier
+    for at in range(start - repeated.length, repeated.first + repeated.length):
+        step = steps[at]
         if step.kind is StepKind.CALL:
             block = engine.block(step.block)
-            if any(step.args[index] not in issued for index, _ in block.imported):
-                return True
-            issued.update(step.outs[index] for index, _ in block.exported)
-    return False
+            crossed += [(issued.get(step.args[index], -1), at) for index, _ in block.imported]
+            issued.update({name: at for index, _ in block.exported if (name := step.outs[index]) is not None})
+    for first in range(repeated.first, start - 1, -1):
+        if not any(begun < first <= end < first + repeated.length for begun, end in crossed):
+            return Round(first, repeated.length)
+    return None
 
 
 class _Clocks(TimeWalk):
