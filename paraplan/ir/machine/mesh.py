@@ -29,7 +29,7 @@ PADDED_SHARE = 8
 MOST_DEVICES = 1 << 20
 """Devices of the largest cluster: sums over ranks stay exact and lists of ranks small."""
 
-_RANGE = re.compile(r"(-?[0-9]{1,12})(?:-([0-9]{1,12}))?")
+_RANGE = re.compile(r"(-?[0-9]{1,12})(?:-(-?[0-9]{1,12}))?")
 
 
 class Placement(Value, frozen=True, kw_only=True):

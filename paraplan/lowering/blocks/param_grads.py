@@ -10,7 +10,7 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.bundle import bundle_key, local_bytes
 from paraplan.lowering.blocks.emit import BlockEmitter
 from paraplan.lowering.blocks.forward import KindContext, Path
-from paraplan.rules.dims import op_def
+from paraplan.rules.storage_roots import storage_roots
 
 LATE_BYTES = 512 << 20
 """The most, on a rank, that a gradient yet to be reduced may hold beyond the block that made it."""
@@ -71,8 +71,8 @@ def _last_scattered(
     grad = next((each for each in made if len(kind.graph.values[each].shape) > 1), None)
     if grad not in wanted or grad is None or context.reduce_dtype or not context.ahead:
         return None
-    handed = {_root_of(kind, each) for each in kind.input_grads if each is not None}
-    if _root_of(kind, grad) in handed:
+    roots = storage_roots(kind)
+    if roots[grad] in {roots.get(each, each) for each in kind.input_grads if each is not None}:
         return None
     if local_bytes(backward.specs[grad], backward.home(grad), backward.mesh_shape) > LATE_BYTES:
         return None
@@ -89,16 +89,9 @@ def grads_beside(kind: SegmentKind, first: Collection[int]) -> frozenset[str]:
         first: the ops, by position.
     """
     made = {out for index in first for out in kind.graph.ops[index].outs}
+    roots = storage_roots(kind)
     matrices = (grad for grad in kind.param_grads if grad is not None and len(kind.graph.values[grad].shape) > 1)
-    return frozenset(grad for grad in matrices if _root_of(kind, grad) in made)
-
-
-def _root_of(kind: SegmentKind, name: str) -> str:
-    """The value whose storage a value of a kind's graph lies in: of a view, what it views."""
-    makers = {out: op for op in kind.graph.ops for out in op.outs if out is not None}
-    while (op := makers.get(name)) is not None and (known := op_def(op.target)) is not None and known.strides == "view":
-        name = op.tensors[0]
-    return name
+    return frozenset(grad for grad in matrices if roots.get(grad, grad) in made)
 
 
 def _as_summed(backward: BlockEmitter, grad: str, dtype: str) -> str:

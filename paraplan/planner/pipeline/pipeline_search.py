@@ -192,8 +192,8 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             fitting = [made for made in tried if case.fits(made)]
     later: Realised | Slower | None = None
     short = len(fitting) < len(tried) or any(map(any, (activations_of(made.plan) for made in fitting)))
-    is_left = bool(fitting) and start.is_late
-    if case.params_ahead and short and not is_left and any(gathers_often(made.programs) for made in tried):
+    is_enough = bool(fitting) and start.is_late
+    if case.params_ahead and short and not is_enough and any(gathers_often(made.programs) for made in tried):
         with suppress(SolverLimitError):
             later = _fastest(replace(case, params_ahead=False), shardings, start)
     if not fitting:

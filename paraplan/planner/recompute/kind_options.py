@@ -30,8 +30,8 @@ import numpy.typing as npt
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import SegmentKind
 from paraplan.lowering.blocks.remat import RECOMPUTE, RERUN, read_by_backward, recomputable, remat_of
-from paraplan.planner.sharding.layout_options import storage_roots
 from paraplan.planner.solvers.min_cut import sink_side
+from paraplan.rules.storage_roots import storage_roots
 
 MOST_OPTIONS = 12
 """Of a kind: the hull of a transformer's half block has fewer."""

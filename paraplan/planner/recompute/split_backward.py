@@ -43,9 +43,9 @@ def deferred_bytes(
         again: the forward's ops that the backward executes again.
     """
     first = handed_on(kind, again)
-    beside = grads_beside(kind, first)
-    first |= {at for at, op in enumerate(kind.graph.ops) if not beside.isdisjoint(op.outs)}
+    beside = {roots.get(grad, grad) for grad in grads_beside(kind, first)}
     ops = list(enumerate(kind.graph.ops))
+    first |= {at for at, op in ops if any(roots.get(out) in beside for out in op.outs if out is not None)}
     second = [op for at, op in ops if (op.phase is Phase.BACKWARD or at in again) and at not in first]
     made = {out for op in second for out in op.outs}
     read = {roots.get(name, name) for op in second for name in op.tensors if name not in made}

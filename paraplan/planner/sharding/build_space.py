@@ -27,13 +27,13 @@ from paraplan.planner.sharding.layout_options import (
     grad_options,
     param_options,
     saved_roots,
-    storage_roots,
 )
 from paraplan.planner.sharding.param_memory import param_held
 from paraplan.planner.sharding.pins import Pins
 from paraplan.planner.sharding.prices import MeshPrices
 from paraplan.planner.sharding.space import Alike, End, Space, WantedValue, saved_as
 from paraplan.rules.graph_strategies import op_signature
+from paraplan.rules.storage_roots import storage_roots
 from paraplan.rules.strategies import AxisChoice, AxisKeys, op_strategies
 from paraplan.rules.time_axis import KindMicro, dual, extend, program_micro
 

@@ -27,9 +27,9 @@ from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.model.graph import Phase
 from paraplan.ir.model.program import Program, SegmentKind
 from paraplan.planner.sharding.formulate import Formulation
-from paraplan.planner.sharding.layout_options import storage_roots
 from paraplan.planner.sharding.network.cost_network import Floats, Row
 from paraplan.planner.sharding.space import Space
+from paraplan.rules.storage_roots import storage_roots
 
 
 @dataclass(frozen=True)

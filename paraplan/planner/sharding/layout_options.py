@@ -14,7 +14,7 @@ from paraplan.ir.model.program import BatchInput, SegmentKind, master_dtype
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.ir.param_layouts import ParamLayouts
 from paraplan.planner.decision_classes import ParamClass
-from paraplan.rules.dims import op_def
+from paraplan.rules.storage_roots import storage_roots
 
 Dims = tuple[int, ...]
 
@@ -133,18 +133,6 @@ def saved_roots(kind: SegmentKind, read_later: frozenset[str]) -> tuple[str, ...
     read = backward_reads(kind) | read_later
     roots = dict.fromkeys(base[name] for name in base if name in read and name in forward)
     return tuple(root for root in roots if root in forward)
-
-
-def storage_roots(kind: SegmentKind) -> dict[str, str]:
-    """For every value an op makes, the value whose storage it has: a view's is what it views."""
-    base: dict[str, str] = {}
-    for op in kind.graph.ops:
-        definition = op_def(op.target)
-        is_view = definition is not None and definition.strides == "view"
-        for out in op.outs:
-            if out is not None:
-                base[out] = base.get(op.tensors[0], op.tensors[0]) if is_view else out
-    return base
 
 
 def backward_reads(kind: SegmentKind) -> frozenset[str]:

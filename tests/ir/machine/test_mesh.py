@@ -84,6 +84,7 @@ def test_cutting_further_is_holding_a_part_on_every_rank() -> None:
         ((4, 5, 6, 0, 2), "4-6,0,2"),
         (tuple(range(2048)), "0-2047"),
         ((1, 0), "1,0"),
+        ((-2, -1), "-2--1"),
     ],
 )
 def test_files_have_devices_as_ranges_or_listed(devices: tuple[int, ...], text: str) -> None:
