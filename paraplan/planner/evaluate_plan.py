@@ -15,9 +15,10 @@ from dataclasses import replace
 import msgspec
 
 from paraplan.cost_models.realised_plan import Realised
-from paraplan.ir.execution.rank_program import BlockRole, RankProgram
+from paraplan.ir.execution.rank_program import Block, BlockRole, InstrKind, RankProgram
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.plan import Plan
+from paraplan.lowering.blocks.bundle import SMALL_BYTES
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.schedules.full_rounds import as_a_whole
 
@@ -33,7 +34,7 @@ def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -
     found = as_decided(job, decisions)
     if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found
-    if decisions.options.params_ahead and gathers(found.programs) and found.peak_bytes > limit_bytes:
+    if decisions.options.params_ahead and gathers_large(found.programs) and found.peak_bytes > limit_bytes:
         here = replace(decisions, options=decisions.options.but(params_ahead=False))
         found = min(found, as_decided(job, here), key=lambda made: made.peak_bytes)
         if found.peak_bytes <= limit_bytes and not found.over_bytes:
@@ -62,28 +63,39 @@ def gave_up(plan: Plan, decisions: Decisions) -> bool:
     return plan.options.before_passes != decisions.options.before_passes
 
 
-def gathers(programs: Sequence[RankProgram]) -> bool:
-    """Whether parameters are gathered before the block that reads them.
+def gathers_large(programs: Sequence[RankProgram]) -> bool:
+    """Whether large parameters are gathered before the block that reads them: what `params_ahead` is about.
 
     Args:
         programs: of a plan, one per rank class.
     """
-    return any(block.role is BlockRole.GATHER for program in programs for block in program.blocks.values())
+    return any(map(_is_large, (block for program in programs for block in program.blocks.values())))
 
 
-def gathers_often(programs: Sequence[RankProgram]) -> bool:
-    """Whether that is so elsewhere than in a step's first forwards: with every microbatch, or for a backward.
+def gathers_often(programs: Sequence[RankProgram], large: bool = False) -> bool:
+    """Whether parameters are gathered elsewhere than in a step's first forwards: with every microbatch, or for a
+    backward.
 
     Args:
-        programs: as of `gathers`.
+        programs: as of `gathers_large`.
+        large: whether large ones alone are asked for.
     """
     for program in programs:
         for step in program.steps:
-            if step.block and program.blocks[step.block].role is BlockRole.GATHER:
+            block = program.blocks.get(step.block) if step.block else None
+            if block is not None and (_is_large(block) if large else block.role is BlockRole.GATHER):
                 action = parse_action(step.action)
                 if action.kind is not ActionKind.F or action.microbatch > 0:
                     return True
     return False
+
+
+def _is_large(block: Block) -> bool:
+    """Whether a block issues the gather of a parameter that travels with no other (see `lowering.blocks.bundle`)."""
+    if block.role is not BlockRole.GATHER or len(block.inputs) != 1:
+        return False
+    issues = any(instr.kind is InstrKind.COLLECTIVE for instr in block.instrs)
+    return issues and block.values[block.inputs[0]].nbytes > SMALL_BYTES
 
 
 def as_decided(job: Job, decisions: Decisions) -> Realised:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.sizes import say_size
-from paraplan.lowering import lower
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.joint.combinations import Combination
@@ -22,9 +21,8 @@ from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
-from paraplan.planner.pipeline.prices.shorten import runs_of, shortened
+from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
-from paraplan.planner.pipeline.prices.stage_timing import few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.schedules.full_rounds import FULL, FULL_BY_MANY
@@ -180,13 +178,7 @@ class Drafting:
             return None
 
         def there(prices: StagePrices) -> Sharding | None:
-            decisions = replace(prices.sharding.decisions, mesh=mesh, num_microbatches=combination.microbatches)
-            try:
-                sharding = Sharding(part, decisions)
-                lower(few_microbatches(shortened(sharding.whole, runs_of(sharding.whole)).plan))
-            except (ParaplanError, LookupError, ValueError):
-                return None
-            return sharding
+            return in_same_layouts(part, prices.sharding.decisions, mesh, combination.microbatches)
 
         if (found := there(estimate.prices)) is not None:
             return found

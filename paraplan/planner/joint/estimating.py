@@ -108,8 +108,10 @@ def _own(
     best: dict[object, Combination] = {}
     for estimate in sorted(found, key=lambda each: each.rank):
         combination = estimate.combination
-        if combination.pp > 1 and math.isfinite(estimate.step_s) and combination.microbatches != USUAL:
-            best.setdefault(pricing.kind(combination), combination)
+        kind = pricing.kind(combination)
+        of_others = kind in pricing.alike or (combination.pp > 1 and combination.microbatches != USUAL)
+        if of_others and math.isfinite(estimate.step_s):
+            best.setdefault(kind, combination)
     own = list(best.values())[:OWN]
     if not own or pricing.deadline.passed_s > OWN_SHARE * pricing.deadline.limit_s:
         return []

@@ -34,6 +34,7 @@ from paraplan.planner.joint.pricing_order import Kind, Way, steps_of, usual_samp
 from paraplan.planner.joint.sharding_front import front
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
 from paraplan.planner.pipeline.prices.stage_totals import Totals
 from paraplan.planner.recompute.kind_options import RematOption
@@ -41,6 +42,8 @@ from paraplan.planner.sharding.solve import SolveLimits, choose
 
 SHARES = (0.1, 0.5, 2.0)
 """Prices of what shardings keep, each as a share of the work at which all would be kept."""
+ROOMY = 0.03
+"""By how much a closed form may be above that of what needs no room for the shardings of another kind to do."""
 NEAR = 0.1
 """By how much a closed form may be above the least of all for its combination still to be looked into."""
 BATCH = 4
@@ -72,6 +75,7 @@ class Pricing:
         deadline: of the whole search.
         workers: that price beside this process; None for none.
         prices: per kind, its shardings, fastest first.
+        alike: kinds whose shardings were chosen for others of their way.
         faults: why some have none.
     """
 
@@ -82,6 +86,7 @@ class Pricing:
     deadline: Deadline
     workers: Workers | None = None
     prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
+    alike: set[Kind] = field(default_factory=set)
     faults: list[ParaplanError] = field(default_factory=list)
 
     def of(self, combination: Combination) -> tuple[StagePrices, ...]:
@@ -132,34 +137,57 @@ class Pricing:
                 if len(batch) == (1 if self._late else BATCH):
                     break
             if batch:
-                self._price([kind for kind, _ in batch], needed, best_s)
+                self._price(batch, needed, best_s)
             for kind, way in batch:
                 way.add(kind[3], self.prices[kind])
                 if rivals:
                     best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
 
-    def _price(self, batch: Sequence[Kind], needed: dict[Kind, list[Combination]], best_s: float) -> None:
+    def _price(self, batch: Sequence[tuple[Kind, Way]], needed: dict[Kind, list[Combination]], best_s: float) -> None:
         """Price kinds, each apart."""
-        usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in batch]
+        kinds = [kind for kind, _ in batch]
+        usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in kinds]
         if self.workers is not None and self.deadline.passed_s > HIRED_S:
             self.workers.start()
+        tasks = [
+            (combination, needed[kind], best_s, self._in_layouts(kind, needed[kind], way, best_s))
+            for (kind, way), combination in zip(batch, usual, strict=True)
+        ]
+        self.alike.update(kind for kind, (*_, layouts) in zip(kinds, tasks, strict=True) if layouts)
         if (
             self.workers is None
             or not self.workers.has_idle
-            or all(map(self._is_known, usual, map(needed.__getitem__, batch)))
+            or all(map(self._is_known, usual, map(needed.__getitem__, kinds)))
         ):
-            for kind, combination in zip(batch, usual, strict=True):
-                self.progress(f"prices of stages: {combination.text}")
-                self.prices[kind] = self.priced(combination, needed[kind], best_s)
+            for kind, task in zip(kinds, tasks, strict=True):
+                self.progress(f"prices of stages: {task[0].text}")
+                self.prices[kind] = self.priced(*task)
             return
         self.progress(f"prices of stages: {'; '.join(each.text for each in usual)}")
-        lost, tasks = self.workers.lost, [(u, needed[kind], best_s) for kind, u in zip(batch, usual, strict=True)]
-        for kind, task, packed in zip(batch, tasks, self.workers.map(packed_prices, tasks, self), strict=True):
+        lost = self.workers.lost
+        for kind, task, packed in zip(kinds, tasks, self.workers.map(packed_prices, tasks, self), strict=True):
             part = self.position(task[0])[0] if packed else self.job
             # what there are no prices of says why only where it is priced
             self.prices[kind] = tuple(each.prices(part) for each in packed) or self.priced(*task)
         if self.workers.lost > lost:
             self.progress("a worker process ended; its part is priced here")
+
+    def _in_layouts(
+        self, kind: Kind, combinations: Sequence[Combination], way: Way, best_s: float
+    ) -> tuple[Decisions, ...]:
+        """Shardings of the last kind of a way that come near its best, which those of the next are hardly better than;
+        none where such as keep less than any of them may be the best of all."""
+        if not way.priced:
+            return ()
+        alike = [each.totals.of_more(kind[3] / way.samples, 0.0) for each in way.priced]
+        least = [self._least_s(combinations, [each]) for each in alike]
+        weightless_s = self._least_s(combinations, [each.weightless() for each in alike])
+        is_leanest = min(least) == least[-1]
+        may_win = is_leanest and (1 + ROOMY) * weightless_s < min(least) and weightless_s <= (1 + ROOMY) * best_s
+        if math.isinf(min(least)) or may_win:
+            return ()
+        near = (each for each, s in zip(way.priced, least, strict=True) if s <= (1 + ROOMY) * min(least))
+        return tuple(each.sharding.decisions for each in near)
 
     def price_own(self, combinations: Sequence[Combination], best_s: float = math.inf) -> list[StagePrices]:
         """Shardings chosen for combinations' own microbatches, where those of their kinds were chosen for others; all
@@ -222,7 +250,11 @@ class Pricing:
         return self.deadline.passed_s > PRICED_SHARE * self.deadline.limit_s
 
     def priced(
-        self, combination: Combination, combinations: Sequence[Combination], best_s: float = math.inf
+        self,
+        combination: Combination,
+        combinations: Sequence[Combination],
+        best_s: float = math.inf,
+        layouts: Sequence[Decisions] = (),
     ) -> tuple[StagePrices, ...]:
         """Shardings on a position's devices with their prices, fastest first; none that keeps more and takes longer.
 
@@ -231,25 +263,14 @@ class Pricing:
             combinations: that they are used for.
             best_s: the shortest step known: where one that does no more work and keeps nothing comes nowhere near it,
                 none that keeps less is looked for.
+            layouts: shardings chosen for others, to be taken where they are possible; () for those of least work here.
         """
-        found: list[StagePrices] = []
         fewest = _fewest(combinations)
         try:
-            part, inner, mesh = self.position(combination)
-            limits = SolveLimits(
-                time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
-            )
-            inner_shape = mesh.shape[1:]
-            widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
-            for prices in _priced_front(part, inner, mesh, combination.microbatches, limits, fewest):
-                found.append(prices)
-                kept = found[-1].kept_bytes(widest) + fewest * _saved(prices)
-                if self._late or kept <= ENOUGH * self.budget * fewest:
-                    break
-                if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
-                    break
+            found = self._taken_over(combination, layouts) or self._chosen(combination, combinations, best_s)
         except ParaplanError as fault:  # of one candidate: others are priced
             self.faults.append(fault)
+            return ()
         found.sort(key=lambda each: sum(each.seconds))
         leaner, least = list[StagePrices](), math.inf
         for each in found:
@@ -258,6 +279,37 @@ class Pricing:
                 least = kept
                 leaner.append(each)
         return tuple(leaner)
+
+    def _taken_over(self, combination: Combination, layouts: Sequence[Decisions]) -> list[StagePrices]:
+        """Prices of layouts chosen for others, where all are possible."""
+        part, _, mesh = self.position(combination)
+        found = [in_same_layouts(part, each, mesh, combination.microbatches) for each in layouts]
+        return [each.prices for each in found if each is not None] if all(found) else []
+
+    def _chosen(
+        self, combination: Combination, combinations: Sequence[Combination], best_s: float
+    ) -> list[StagePrices]:
+        """Prices of shardings of least work, and of such as keep less and less as long as that may pay; what there is
+        where the next cannot be found."""
+        found: list[StagePrices] = []
+        fewest = _fewest(combinations)
+        part, inner, mesh = self.position(combination)
+        limits = SolveLimits(
+            time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
+        )
+        inner_shape = mesh.shape[1:]
+        widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
+        try:
+            for prices in _priced_front(part, inner, mesh, combination.microbatches, limits, fewest):
+                found.append(prices)
+                kept = found[-1].kept_bytes(widest) + fewest * _saved(prices)
+                if self._late or kept <= ENOUGH * self.budget * fewest:
+                    break
+                if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
+                    break
+        except ParaplanError as fault:
+            self.faults.append(fault)
+        return found
 
     def leaner(self, combination: Combination, kept_bytes: float) -> StagePrices:
         """The prices of a sharding of least work that keeps no more than so much of the whole model on a position.
@@ -356,15 +408,19 @@ class Packed:
 
 
 def packed_prices(
-    pricing: Pricing, combination: Combination, combinations: Sequence[Combination], best_s: float
+    pricing: Pricing,
+    combination: Combination,
+    combinations: Sequence[Combination],
+    best_s: float,
+    layouts: Sequence[Decisions] = (),
 ) -> tuple[Packed, ...]:
     """As `Pricing.priced`, of a process; nothing where there are none.
 
     Args:
         pricing: this process' own.
-        combination, combinations, best_s: as of `Pricing.priced`.
+        combination, combinations, best_s, layouts: as of `Pricing.priced`.
     """
-    return tuple(Packed.of(each) for each in pricing.priced(combination, combinations, best_s))
+    return tuple(Packed.of(each) for each in pricing.priced(combination, combinations, best_s, layouts))
 
 
 def pricing_beside(job: Job, constraints: Constraints, budget: int, deadline: Deadline) -> Pricing:

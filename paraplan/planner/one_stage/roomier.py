@@ -17,7 +17,7 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.evaluate_plan import gathers
+from paraplan.planner.evaluate_plan import gathers_large
 from paraplan.planner.one_stage.refitted import refitted
 from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
 
@@ -52,7 +52,7 @@ def gathering_later(plan: Plan, budget: int) -> list[Plan]:
         plan, budget: as of `with_room`.
     """
     known = plan.certificate
-    if known is None or not plan.params_ahead or not gathers(programs_of(plan)):
+    if known is None or not plan.params_ahead or not gathers_large(programs_of(plan)):
         return []
     plan = msgspec.structs.replace(plan, params_ahead=False)
     made = as_a_whole(plan)

@@ -193,7 +193,8 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
     later: Realised | Slower | None = None
     short = len(fitting) < len(tried) or any(map(any, (activations_of(made.plan) for made in fitting)))
     is_enough = bool(fitting) and start.is_late
-    if case.params_ahead and short and not is_enough and any(gathers_often(made.programs) for made in tried):
+    gathered_ahead = case.params_ahead and any(gathers_often(made.programs, large=True) for made in tried)
+    if gathered_ahead and short and not is_enough:
         with suppress(SolverLimitError):
             later = _fastest(replace(case, params_ahead=False), shardings, start)
     if not fitting:

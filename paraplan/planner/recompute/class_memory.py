@@ -29,10 +29,12 @@ from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
 from paraplan.ir.step_options import StepOptions
 from paraplan.ir.struct import to_json
-from paraplan.lowering import lower_alone
+from paraplan.lowering import lower, lower_alone
 from paraplan.planner.schedules.order_memory import CHANGES
 
 Actions = tuple[str, ...]
+WHOLE = 0.7
+"""Of the actions of all classes, from which share on they are lowered whole."""
 MORE = 1
 """Microbatches looked at beyond those with which a rank is full."""
 
@@ -98,9 +100,13 @@ class ClassMemory:
         keys, classes = self._keys(plan, budget), plan.schedule.classes
         missing = {key: actions for key, actions in zip(keys, classes, strict=True) if not self._knows(key)}
         few = {each: each if plan.schedule.num_replicas > 1 else until_full(each) for each in classes}
-        programs = lower_alone(_running(plan, few), [few[actions] for actions in missing.values()])
-        for key, actions in missing.items():
-            self._known[key] = self._of(programs[few[actions]], key.room)
+        lowered, of_all = (sum(map(len, actions)) for actions in (map(few.__getitem__, missing.values()), classes))
+        if lowered > WHOLE * of_all:  # lowered whole it is lowered once, when it is realised as well
+            programs = dict(zip(classes, lower(plan), strict=True))
+            self._seen |= {key: self._of(programs[actions], key.room) for key, actions in missing.items()}
+        else:
+            programs = lower_alone(_running(plan, few), [few[actions] for actions in missing.values()])
+            self._known |= {key: self._of(programs[few[actions]], key.room) for key, actions in missing.items()}
         return tuple(
             self._seen[key] if key in self._seen else self._known[key] + self._more.get(actions, 0)
             for key, actions in zip(keys, classes, strict=True)

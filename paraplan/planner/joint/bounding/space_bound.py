@@ -65,6 +65,9 @@ NEAR = 0.05
 """Of a step, how near the bound is near enough."""
 FEW = 2
 """Microbatches a position below which schedules are bounded by how many are in flight."""
+RAISED, LOOKED_AT = 1e-3, 0.5
+"""By how much more than the lowest is worth raising it for; of the kinds of positions with combinations so low, the
+share that has to be relaxed at least. Where there is no time for so many, what is known at once is all there will be."""
 EACH_S = 3.0
 """Seconds for one relaxation."""
 PRICES = 6
@@ -155,10 +158,18 @@ class SpaceBound:
         steps = (at_most, own, in_order, within)
         queue = [(self.combination_s(each, undivided(each)), number, 0) for number, each in enumerate(listed)]
         heapq.heapify(queue)
+        begun_s, known = time.perf_counter(), len(self._positions)
         while True:
             least_s, number, level = queue[0]
-            if least_s >= (1 - NEAR) * best_s or level == len(steps) or time.perf_counter() > stop:
+            passed_s = time.perf_counter() - begun_s
+            if least_s >= (1 - NEAR) * best_s or level == len(steps) or begun_s + passed_s > stop:
                 return least_s
+            if len(self._positions) > known:
+                known = len(self._positions)
+                lowest = {self.way(listed[each]) for value_s, each, _ in queue if value_s <= (1 + RAISED) * least_s}
+                waiting_s = len({self._key(alike[way]) for way in lowest} - self._positions.keys()) * passed_s / known
+                if begun_s + passed_s + LOOKED_AT * waiting_s > stop:
+                    return least_s
             found_s = max(least_s, steps[level](listed[number]))
             heapq.heapreplace(queue, (found_s, number, level + 1))
 
@@ -308,9 +319,13 @@ class SpaceBound:
         least = Least(samples, whole_s, each_s, forward_s, backward_s, round_s, computed, position)
         return least.scaled(self.way(combination)[1])
 
+    def _key(self, combination: Combination) -> tuple[object, ...]:
+        """What combinations share the relaxations of their positions by."""
+        return *self.way(combination), combination.pp
+
     def _position(self, combination: Combination) -> RelaxedPosition | None:
         """The relaxations of a combination's positions; None where there are none."""
-        key = *self.way(combination), combination.pp
+        key = self._key(combination)
         if key not in self._positions:
             self._positions[key] = None
             try:
