@@ -14,7 +14,7 @@ from paraplan.ir.errors import ParaplanError
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, EstimateNumbers, Pricer
-from paraplan.planner.joint.pricing import USUAL, Packed, Pricing
+from paraplan.planner.joint.pricing import Packed, Pricing
 from paraplan.planner.joint.pricing_order import Kind
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 
@@ -104,13 +104,12 @@ def _in_turn(
 def _own(
     pricing: Pricing, found: Sequence[Estimate], best_s: float, faults: list[ParaplanError], share: float
 ) -> list[Estimate]:
-    """The best pipelines, of two kinds, in shardings that are chosen for their own microbatches."""
+    """The best pipelines, of two kinds, in shardings that are chosen for their own microbatches and positions."""
     best: dict[object, Combination] = {}
     for estimate in sorted(found, key=lambda each: each.rank):
         combination = estimate.combination
         kind = pricing.kind(combination)
-        of_others = kind in pricing.alike or (combination.pp > 1 and combination.microbatches != USUAL)
-        if of_others and math.isfinite(estimate.step_s):
+        if (kind in pricing.alike or combination.pp > 1) and math.isfinite(estimate.step_s):
             best.setdefault(kind, combination)
     own = list(best.values())[:OWN]
     if not own or pricing.deadline.passed_s > OWN_SHARE * pricing.deadline.limit_s:

@@ -60,7 +60,7 @@ LATE = "others not in time"
 LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
 it."""
-PROVED_SHARE = 0.2
+PROVED_SHARE = 0.1
 """Of the time limit, what a bound on all combinations may take at most, once the plan is found."""
 
 

@@ -65,7 +65,7 @@ NEAR = 0.05
 """Of a step, how near the bound is near enough."""
 FEW = 2
 """Microbatches a position below which schedules are bounded by how many are in flight."""
-RAISED, LOOKED_AT = 1e-3, 0.5
+RAISED, LOOKED_AT = 1e-3, 1.0
 """By how much more than the lowest is worth raising it for; of the kinds of positions with combinations so low, the
 share that has to be relaxed at least. Where there is no time for so many, what is known at once is all there will be."""
 EACH_S = 3.0
@@ -155,7 +155,7 @@ class SpaceBound:
         def in_order(each: Combination) -> float:
             return self._orders_s(each, like(each, alike[self.way(each)]), stop)
 
-        steps = (at_most, own, in_order, within)
+        steps = (own, in_order, within)
         queue = [(self.combination_s(each, undivided(each)), number, 0) for number, each in enumerate(listed)]
         heapq.heapify(queue)
         begun_s, known = time.perf_counter(), len(self._positions)
