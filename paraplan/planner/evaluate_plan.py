@@ -18,7 +18,7 @@ from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.execution.rank_program import Block, BlockRole, InstrKind, RankProgram
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.plan import Plan
-from paraplan.lowering.blocks.bundle import SMALL_BYTES
+from paraplan.lowering.blocks import bundle
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.schedules.full_rounds import as_a_whole
 
@@ -95,7 +95,7 @@ def _is_large(block: Block) -> bool:
     if block.role is not BlockRole.GATHER or len(block.inputs) != 1:
         return False
     issues = any(instr.kind is InstrKind.COLLECTIVE for instr in block.instrs)
-    return issues and block.values[block.inputs[0]].nbytes > SMALL_BYTES
+    return issues and block.values[block.inputs[0]].nbytes > bundle.SMALL_BYTES
 
 
 def as_decided(job: Job, decisions: Decisions) -> Realised:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ import msgspec
 
 from paraplan.ir.errors import ConstraintError, ParaplanError
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
@@ -31,7 +30,7 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.pricing_order import Kind, Way, steps_of, usual_samples, way_of, ways_of
-from paraplan.planner.joint.sharding_front import front
+from paraplan.planner.joint.sharding_front import is_priced, priced_front
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
@@ -137,23 +136,22 @@ class Pricing:
                 if len(batch) == (1 if self._late else BATCH):
                     break
             if batch:
-                self._price(batch, needed, best_s)
+                taken = {kind: self._in_layouts(needed[kind], way, kind[3], best_s) for kind, way in batch if rivals}
+                self._price({kind: taken.get(kind, ()) for kind, _ in batch}, needed, best_s)
             for kind, way in batch:
                 way.add(kind[3], self.prices[kind])
                 if rivals:
                     best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
 
-    def _price(self, batch: Sequence[tuple[Kind, Way]], needed: dict[Kind, list[Combination]], best_s: float) -> None:
-        """Price kinds, each apart."""
-        kinds = [kind for kind, _ in batch]
+    def _price(
+        self, kinds: Mapping[Kind, Sequence[Decisions]], needed: dict[Kind, list[Combination]], best_s: float
+    ) -> None:
+        """Price kinds, each apart, in the layouts given where there are any."""
         usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in kinds]
         if self.workers is not None and self.deadline.passed_s > HIRED_S:
             self.workers.start()
-        tasks = [
-            (combination, needed[kind], best_s, self._in_layouts(kind, needed[kind], way, best_s))
-            for (kind, way), combination in zip(batch, usual, strict=True)
-        ]
-        self.alike.update(kind for kind, (*_, layouts) in zip(kinds, tasks, strict=True) if layouts)
+        tasks = [(each, needed[kind], best_s, kinds[kind]) for kind, each in zip(kinds, usual, strict=True)]
+        self.alike.update(kind for kind, layouts in kinds.items() if layouts)
         if (
             self.workers is None
             or not self.workers.has_idle
@@ -173,13 +171,13 @@ class Pricing:
             self.progress("a worker process ended; its part is priced here")
 
     def _in_layouts(
-        self, kind: Kind, combinations: Sequence[Combination], way: Way, best_s: float
+        self, combinations: Sequence[Combination], way: Way, samples: float, best_s: float
     ) -> tuple[Decisions, ...]:
         """Shardings of the last kind of a way that come near its best, which those of the next are hardly better than;
         none where such as keep less than any of them may be the best of all."""
         if not way.priced:
             return ()
-        alike = [each.totals.of_more(kind[3] / way.samples, 0.0) for each in way.priced]
+        alike = [each.totals.of_more(samples / way.samples, 0.0) for each in way.priced]
         least = [self._least_s(combinations, [each]) for each in alike]
         weightless_s = self._least_s(combinations, [each.weightless() for each in alike])
         is_leanest = min(least) == least[-1]
@@ -214,8 +212,7 @@ class Pricing:
     def _is_known(self, combination: Combination, combinations: Sequence[Combination]) -> bool:
         """Whether another search has priced it in this process, for as many positions."""
         try:
-            key = _front_key(*self.position(combination), combination.microbatches, _fewest(combinations))
-            return key in _FRONTS
+            return is_priced(*self.position(combination), combination.microbatches, _fewest(combinations))
         except ConstraintError:
             return False
 
@@ -300,7 +297,7 @@ class Pricing:
         inner_shape = mesh.shape[1:]
         widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
         try:
-            for prices in _priced_front(part, inner, mesh, combination.microbatches, limits, fewest):
+            for prices in priced_front(part, inner, mesh, combination.microbatches, limits, SHARES, fewest):
                 found.append(prices)
                 kept = found[-1].kept_bytes(widest) + fewest * _saved(prices)
                 if self._late or kept <= ENOUGH * self.budget * fewest:
@@ -336,42 +333,6 @@ class Pricing:
         )
         part = replace(self.job, cluster=first_devices(self.job.cluster, combination.pp))
         return part, inner, candidate_meshes(part, inner)[0]
-
-
-@dataclass
-class _Front:
-    """Shardings of a position's devices as far as they were priced, least work first; whether those are all."""
-
-    prices: list[StagePrices] = field(default_factory=list)
-    is_whole: bool = False
-
-    def each(self, part: Job, make: Callable[[], Iterator[Decisions]]) -> Iterator[StagePrices]:
-        """One after another; those not known yet are priced when they are asked for."""
-        yield from tuple(self.prices)
-        if not self.is_whole:
-            for decisions in itertools.islice(make(), len(self.prices), None):
-                self.prices.append(Sharding(part, decisions).prices)
-                yield self.prices[-1]
-            self.is_whole = True
-
-
-_FRONTS: Lately[_Front] = SESSION.lately("pricing.fronts", 64)
-
-
-def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int) -> Hashable:
-    """What a front hangs on: devices and links, not what their cluster is called."""
-    devices = part.cluster.groups, part.cluster.between_nodes
-    settings = part.optimizer, part.compiled, part.reduce_dtype, part.sum_products
-    data = msgspec.json.encode((devices, settings, inner, mesh, microbatches, flying))
-    return Same(part.program), Same(part.profile), data
-
-
-def _priced_front(
-    part: Job, inner: Constraints, mesh: Mesh, microbatches: int, limits: SolveLimits, flying: int
-) -> Iterator[StagePrices]:
-    """The front of shardings, priced: once for all searches that ask for the same on equal devices."""
-    known = _FRONTS.get(_front_key(part, inner, mesh, microbatches, flying), _Front)
-    return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, SHARES, flying))
 
 
 def _layouts(decisions: Decisions) -> tuple[object, ...]:

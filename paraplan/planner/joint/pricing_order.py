@@ -23,8 +23,6 @@ WORTH = 0.01
 FASTER, FASTER_FIRST = 0.03, 0.2
 """What a sample is thought to gain at most from microbatches of twice as many, or as much as it gained the last time;
 where it is not known what it gains (those of short sequences gain much)."""
-CALL_S = 5e-6
-"""What a call takes however many samples it has: of the first microbatches, that which larger ones may save."""
 ROWS = 2048.0
 """Of a microbatch on a rank, from which on products are near their best."""
 
@@ -72,16 +70,17 @@ class Way:
             doubled = math.log2(samples / self.samples)
             self.gain = max(FASTER, 1 - (each_s / known_s) ** (1 / doubled))
         elif priced:
-            self.gain = min(FASTER_FIRST, FASTER + CALL_S * _num_calls(priced[0]) / (each_s * samples))
+            self.gain = min(FASTER_FIRST, FASTER + _launched_s(priced[0]) / (each_s * samples))
         if self.fewer is not None and not self.fewer.priced:
             self.fewer.samples, self.fewer.priced = samples, priced
         self.samples, self.priced = samples, priced
 
 
-def _num_calls(prices: StagePrices) -> int:
-    """Of ops, in a microbatch."""
-    program = prices.sharding.job.program
-    return sum(len(program.kinds[segment.kind].graph.ops) for segment in program.segments)
+def _launched_s(prices: StagePrices) -> float:
+    """What the launches of a microbatch's ops take, however many samples it has: what larger ones may save."""
+    job = prices.sharding.job
+    num_ops = sum(len(job.program.kinds[segment.kind].graph.ops) for segment in job.program.segments)
+    return num_ops * max(group.device.launch_s for group in job.cluster.groups)
 
 
 def ways_of(kinds: Iterable[Kind], usual: float) -> list[Way]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
 
 from paraplan.ir.machine.mesh import Mesh
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
 from paraplan.planner.sharding.formulate import formulate, kept_row, tier_rows, with_rows
 from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
@@ -80,3 +86,60 @@ def with_price(network: Network, held: Row, per_byte: float) -> Network:
         prices[variable] = prices[variable].copy()
         prices[variable][:, 0] += per_byte * amounts
     return Network(tuple(prices), network.factors, network.rows)
+
+
+@dataclass
+class _PricedFront:
+    """Shardings of a position's devices as far as they were priced, least work first; whether those are all."""
+
+    prices: list[StagePrices] = field(default_factory=list)
+    is_whole: bool = False
+
+    def each(self, part: Job, make: Callable[[], Iterator[Decisions]]) -> Iterator[StagePrices]:
+        """One after another; those not known yet are priced when they are asked for."""
+        yield from tuple(self.prices)
+        if not self.is_whole:
+            for decisions in itertools.islice(make(), len(self.prices), None):
+                self.prices.append(Sharding(part, decisions).prices)
+                yield self.prices[-1]
+            self.is_whole = True
+
+
+_FRONTS: Lately[_PricedFront] = SESSION.lately("pricing.fronts", 64)
+
+
+def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int) -> Hashable:
+    """What a front hangs on: devices and links, not what their cluster is called."""
+    devices = part.cluster.groups, part.cluster.between_nodes
+    settings = part.optimizer, part.compiled, part.reduce_dtype, part.sum_products
+    data = msgspec.json.encode((devices, settings, inner, mesh, microbatches, flying))
+    return Same(part.program), Same(part.profile), data
+
+
+def is_priced(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int) -> bool:
+    """Whether another search has begun to price this front in this process.
+
+    Args:
+        part, inner, mesh, microbatches, flying: as of `priced_front`.
+    """
+    return _front_key(part, inner, mesh, microbatches, flying) in _FRONTS
+
+
+def priced_front(
+    part: Job,
+    inner: Constraints,
+    mesh: Mesh,
+    microbatches: int,
+    limits: SolveLimits,
+    shares: Sequence[float],
+    flying: int,
+) -> Iterator[StagePrices]:
+    """The front of shardings, priced: once for all searches that ask for the same on equal devices.
+
+    Args:
+        part: the job on a position's devices.
+        inner: what is pinned there.
+        mesh, microbatches, limits, shares, flying: as of `front`.
+    """
+    known = _FRONTS.get(_front_key(part, inner, mesh, microbatches, flying), _PricedFront)
+    return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, shares, flying))

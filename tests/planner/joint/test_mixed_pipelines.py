@@ -21,7 +21,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.joint import pricing
+from paraplan.planner.joint import sharding_front
 from paraplan.planner.joint.sharding_front import front
 from paraplan.planner.mixed.listing import divisions, group_orders
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate
@@ -104,7 +104,7 @@ def test_equal_groups_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(mesh.shape)
         yield from front(part, mesh, *more)
 
-    monkeypatch.setattr(pricing, "front", counted)
+    monkeypatch.setattr(sharding_front, "front", counted)
     release_caches()
     on, pins = cluster(group(2.0), group(2.0)), Constraints(microbatches=4)
     searched(on, chained(), pins)

@@ -7,17 +7,26 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
 from paraplan.ir.process.memo import release_caches
 from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint import pricing as pricing_module
+from paraplan.planner.joint import sharding_front
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.joint.pricing import NEAR, Pricing, pricing_beside
+from paraplan.planner.joint.estimating import estimate_best
+from paraplan.planner.joint.pricing import GAP, NEAR, Pricing, pricing_beside
 from paraplan.planner.joint.pricing_order import steps_of, usual_samples, ways_of
+from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED, named_orders
 from tests.captures import zoo_job
 
@@ -157,11 +166,51 @@ def test_shardings_do_not_hang_on_how_many_positions_were_priced_for_before(monk
         seen.append(args[-1])
         return real(*args)  # type: ignore[arg-type]
 
-    real = pricing_module.front
-    monkeypatch.setattr(pricing_module, "front", seeing)
+    real = sharding_front.front
+    monkeypatch.setattr(sharding_front, "front", seeing)
     release_caches()
     job = zoo_job("gpt2", 4)
     combination = Combination(2, (2,), 4, "1f1b", 1)
     for positions in (4, 2, 2):
         _pricing(job).priced(combination, [replace(combination, pp=positions)])
     assert seen == [4, 2]
+
+
+def _large() -> Job:
+    """Of which products take so long that a sharding hardly hangs on the samples of a microbatch."""
+    with torch.device("meta"):
+        layers = [part for _ in range(4) for part in (nn.Linear(4096, 4096), nn.Tanh())]
+        batch = {"input": torch.zeros(1 << 15, 4096)}
+    program = capture(nn.Sequential(*layers), batch, loss_fn=lambda out, _: out.pow(2).mean(), precision="fp32")
+    return Job(program, parse_cluster("8xA100-80:1"), OPTIMIZERS["adamw"], ModelRef(display="chain"), {})
+
+
+def test_the_best_estimate_is_none_in_layouts_chosen_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = _large()
+    listed = [each for each in combinations(job, FREE) if each.pp == 1 and each.microbatches <= 8]
+    release_caches()
+    some, every = _pricing(job), _pricing(job)
+    taken, *_ = estimate_best(some, listed, math.inf, [])
+    assert some.alike and some.alike <= set(some.prices)
+    assert any(max(map(_seconds, some.prices[kind])) > min(map(_seconds, some.prices[kind])) for kind in some.alike)
+    monkeypatch.setattr(Pricing, "_in_layouts", lambda *_: ())
+    chosen, *_ = estimate_best(every, listed, math.inf, [])
+    assert not every.alike and taken.step_s <= (1 + GAP) * chosen.step_s
+
+
+def _seconds(prices: StagePrices) -> float:
+    return sum(prices.seconds)
+
+
+def test_layouts_that_do_not_divide_are_chosen_anew() -> None:
+    """As three samples on an axis that shares out four."""
+    job = zoo_job("mlp", 4)
+    pricing = _pricing(job)
+    four = Combination(1, (1, 4), 1, "gpipe", 1)
+    (prices, *_) = pricing.priced(four, [four])
+    layouts = (prices.sharding.decisions,)
+    again = pricing.priced(four, [four], layouts=layouts)
+    assert [each.numbers for each in again] == [prices.numbers]
+    broken = replace(layouts[0], batch=dict.fromkeys(layouts[0].batch, "S7,S7"))
+    anew = pricing.priced(four, [four], layouts=(broken,))
+    assert anew and anew[0].numbers == prices.numbers and not pricing.faults

@@ -89,7 +89,7 @@ def _nothing_known(pp: int) -> SpaceBound:
 def _alike(segments: int) -> Least:
     """Segments of a second's forward and two seconds' backward, of which one is handed on."""
     each = {n: (float(n),) * segments for n in (1, 2, 3)}
-    return Least(1.0, 3.0 * segments, each[3], each[1], each[2], each[2])
+    return Least(3.0 * segments, each[3], each[1], each[2], each[2])
 
 
 def test_one_stage_a_position_is_bounded_by_every_cut() -> None:
@@ -222,3 +222,29 @@ def test_gradients_count_where_they_are_held_beside_most_microbatches(schedule: 
         assert not found.have_grads
     if schedule == "1f1b":
         assert found.have_grads == (count > 3)
+
+
+def test_nothing_is_relaxed_where_time_for_all_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first position is, which says how long others take; what was known before them holds all the same."""
+    job, pins, clock = zoo_job("gpt2", 4), Constraints(recompute="none"), [0.0]
+    listed = combinations(job, pins)
+    found = JointSearch(job, pins, Shardings(lambda *_: pytest.fail("no sharding is needed")), lambda _: None, LONG)
+    relaxed = list[object]()
+
+    def slow(bound: SpaceBound, combination: Combination) -> RelaxedPosition | None:
+        if bound._key(combination) not in bound._positions:
+            relaxed.append(combination)
+            clock[0] += 10.0
+        return real(bound, combination)
+
+    real = SpaceBound._position
+    monkeypatch.setattr(SpaceBound, "_position", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    seconds: list[float] = []
+    for stop in (-1.0, 25.0, 1e4):
+        relaxed.clear()
+        clock[0] = 0.0
+        bound = SpaceBound(job, pins, found.budget, found.pricing.position, found.pricing.way_of)
+        seconds.append(bound.bound_s(listed, 1.0, stop))
+        assert len(relaxed) == 1 if stop == 25.0 else len(relaxed) > 3 if stop > 25.0 else not relaxed
+    assert 0.0 < seconds[0] == seconds[1] <= seconds[2]

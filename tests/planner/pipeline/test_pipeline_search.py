@@ -17,10 +17,14 @@ from paraplan.cost_models.predict import predict, simulate_plan
 from paraplan.ir.errors import ConstraintError, SolverLimitError
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
+from paraplan.ir.process.memo import release_caches
+from paraplan.lowering.blocks import bundle
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.pipeline import pipeline_search
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain
 from paraplan.planner.pipeline.pipeline import rescheduled
+from paraplan.planner.pipeline.pipeline_case import PipelineCase
 from paraplan.planner.pipeline.searched_schedule import stage_costs
 from paraplan.planner.recompute.stage_memory import in_flight
 from paraplan.planner.recompute.stage_recompute import options_of
@@ -29,6 +33,7 @@ from paraplan.planner.schedules.event_simulation import evaluate
 from paraplan.planner.schedules.named import named_schedule
 from paraplan.planner.search import search
 from paraplan.runtime.in_process import InProcessTrainer
+from tests.captures import zoo_job
 from tests.runtime.pipelines import cut, job_of, pipeline_of, run
 from tests.runtime.web import batch, one_stage, program, web
 
@@ -334,3 +339,24 @@ def test_schedules_of_both_directions_are_planned_with_many_microbatches() -> No
         plan = search(job_of(found, 2), Constraints(pp=2, schedule=name, microbatches=8), certify=False).plan
         assert plan.num_microbatches == 8 and plan.schedule.num_replicas == 2
         verify_plan(plan)
+
+
+@pytest.mark.parametrize("small", [0, bundle.SMALL_BYTES])
+def test_pipelines_are_planned_once_more_where_large_parameters_are_gathered_ahead(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones come in bundles either way."""
+    seen: list[bool] = []
+
+    def counted(case: PipelineCase, *more: object) -> object:
+        seen.append(case.params_ahead)
+        return fastest(case, *more)  # type: ignore[arg-type]
+
+    fastest = pipeline_search._fastest
+    monkeypatch.setattr(pipeline_search, "_fastest", counted)
+    monkeypatch.setattr(bundle, "SMALL_BYTES", small)
+    release_caches()
+    pins = Constraints(pp=2, dp=2, zero=3, microbatches=4, schedule="1f1b", recompute="full", reserve_bytes=0)
+    search(zoo_job("gpt2", 4), pins)
+    release_caches()
+    assert all(seen) == bool(small)

@@ -18,7 +18,9 @@ from paraplan.cost_models.realised_plan import realised
 from paraplan.ir.execution.schedule import parse_action
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
-from paraplan.lowering import lower_alone
+from paraplan.ir.process.memo import release_caches
+from paraplan.lowering import lower_alone, rank_classes
+from paraplan.lowering.rank_classes import lower_anew
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -122,6 +124,21 @@ def test_what_is_known_is_not_lowered_again(monkeypatch: pytest.MonkeyPatch) -> 
     reserving.needed(plan, ROOM)
     reserving.needed(plan, ROOM // 2)
     assert lowered[3:] == [4, 4], "of other room another amount may be reserved"
+
+
+def test_what_all_microbatches_fill_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what it needs and to be realised."""
+    lowered: list[Plan] = []
+
+    def counted(plan: Plan) -> object:
+        lowered.append(plan)
+        return lower_anew(plan)
+
+    memory, plan = ClassMemory(), _plan("gpipe", 4, 8)
+    release_caches()
+    monkeypatch.setattr(rank_classes, "lower_anew", counted)
+    found = memory.needed(plan, ROOM)
+    assert found == realised(plan).simulation.peak_bytes and len(lowered) == 1
 
 
 def test_classes_that_need_too_much_make_more_again() -> None:

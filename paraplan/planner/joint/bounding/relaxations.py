@@ -212,13 +212,12 @@ class Activations:
         position: on whose devices.
         counts: per kind, in how many microbatches its instances wait, in all.
         microbatches: of a step.
-        by: how many samples a microbatch has to one of the position.
     """
 
-    def __init__(self, position: RelaxedPosition, counts: Sequence[float], microbatches: int, by: float = 1.0) -> None:
+    def __init__(self, position: RelaxedPosition, counts: Sequence[float], microbatches: int) -> None:
         kinds = [segment.kind for segment in position.job.program.segments]
         self._each = [
-            (count * by, microbatches * kinds.count(kind) * by, position.recomputing[kind])
+            (count, microbatches * kinds.count(kind), position.recomputing[kind])
             for kind, count in enumerate(counts)
             if count and position.recomputing[kind]
         ]

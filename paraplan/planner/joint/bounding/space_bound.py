@@ -18,7 +18,7 @@ bounded by paths through them (`order_bounds`). And summed over positions,
 for the sharding x and what is recomputed: the least step that keeps the second is bounded at a price per byte, raised
 as long as that pays. In how many microbatches a segment waits (`in_flight`) depends on cuts, of which only those are
 looked at that may beat the best step known. Work of a microbatch is priced at the samples it has, and before that at
-the most samples of any combination. Combinations are refined in the order of what is known of them, the lowest first,
+that of the whole batch, shared out. Combinations are refined in the order of what is known of them, the lowest first,
 until the lowest needs no more or time is up; whatever the time, the least of them is a bound.
 
 Where nothing is idle, ranks update on the average what all parameters take over all devices. Left out, so that the
@@ -67,7 +67,7 @@ FEW = 2
 """Microbatches a position below which schedules are bounded by how many are in flight."""
 RAISED, LOOKED_AT = 1e-3, 1.0
 """By how much more than the lowest is worth raising it for; of the kinds of positions with combinations so low, the
-share that has to be relaxed at least. Where there is no time for so many, what is known at once is all there will be."""
+share that has to be relaxed at least. Where there is no time for them, what is known at once is all there will be."""
 EACH_S = 3.0
 """Seconds for one relaxation."""
 PRICES = 6
@@ -128,32 +128,23 @@ class SpaceBound:
     def _bound_s(self, listed: Sequence[Combination], best_s: float, stop: float) -> float:
         if program_micro(self.job.program, max(each.microbatches for each in listed)).has_tail:
             return 0.0  # what runs once on the whole batch has no part in a microbatch
-        ways: dict[object, list[tuple[float, Combination]]] = {}
-        for each in listed:
-            way, samples = self.way(each)
-            ways.setdefault(way, []).append((samples, each))
-        largest = {way: max(found, key=lambda pair: (pair[0], pair[1].pp))[1] for way, found in ways.items()}
         alike = {self.way(each): each for each in sorted(listed, key=lambda each: each.pp)}
-        samples = max(samples for found in ways.values() for samples, _ in found)
-        fewest = max(round(self.job.program.batch_size / max(samples, 1)), 1)
+        fewest = max(round(self.job.program.batch_size / max(samples for _, samples in alike)), 1)
         undivided = self._undivided(max((m for m in {c.microbatches for c in listed} if m <= fewest), default=1))
         self._even_by = undivided(listed[0]).each_s
         self.spread = max(spread_of(self.cut, self._even_by), 1) if len(self.cut) > 1 else 1
 
-        def like(each: Combination, other: Combination) -> Least:
-            return self._like(each, other) or undivided(each)
-
-        def at_most(each: Combination) -> float:
-            return self._relaxed_s(each, like(each, largest[self.way(each)[0]]), best_s)
+        def least(each: Combination) -> Least:
+            return self._relaxed(alike[self.way(each)]) or undivided(each)
 
         def own(each: Combination) -> float:
-            return self._relaxed_s(each, like(each, alike[self.way(each)]), best_s)
+            return self._relaxed_s(each, least(each), best_s)
 
         def within(each: Combination) -> float:
-            return self._fitting_s(each, like(each, alike[self.way(each)]), best_s)
+            return self._fitting_s(each, least(each), best_s)
 
         def in_order(each: Combination) -> float:
-            return self._orders_s(each, like(each, alike[self.way(each)]), stop)
+            return self._orders_s(each, least(each), stop)
 
         steps = (own, in_order, within)
         queue = [(self.combination_s(each, undivided(each)), number, 0) for number, each in enumerate(listed)]
@@ -245,7 +236,7 @@ class SpaceBound:
             return max(found_s, best_s)
         pp, m = combination.pp, combination.microbatches
         room = self.budget * pp - self._kept_bytes(combination, m > 1 and self._has_grads(combination))
-        activations = Activations(least.position, counts, m, least.by)
+        activations = Activations(least.position, counts, m)
         price = activations.price_of(least.computed, room)
         again_s = max(activations.least(least.computed, price)[0] - price * max(room, 0.0), 0.0)
         return max(found_s, (m * least.whole_s + again_s) / pp + self._once_s(combination, least))
@@ -308,16 +299,14 @@ class SpaceBound:
             price = next_price(tangents, activations.price_of(kept.computed, room / 2))
         return max((each.value_s for each in tangents), default=0.0) / pp + idle_s
 
-    def _like(self, combination: Combination, other: Combination) -> Least | None:
-        """What a microbatch takes as relaxed for another combination of its way, of as many samples or more."""
-        position = self._position(other)
+    def _relaxed(self, combination: Combination) -> Least | None:
+        """What a microbatch takes as relaxed for a combination of as many samples; None where there is none."""
+        position = self._position(combination)
         if position is None:
             return None
-        samples = self.way(other)[1]
         whole_s, each_s, computed = position.waited_s
         forward_s, backward_s, round_s = position.computed_s
-        least = Least(samples, whole_s, each_s, forward_s, backward_s, round_s, computed, position)
-        return least.scaled(self.way(combination)[1])
+        return Least(whole_s, each_s, forward_s, backward_s, round_s, computed, position)
 
     def _key(self, combination: Combination) -> tuple[object, ...]:
         """What combinations share the relaxations of their positions by."""
@@ -353,6 +342,6 @@ class SpaceBound:
             by = job.program.batch_size / combination.microbatches * combination.pp / n
             forward_s, backward_s, round_s = (tuple(each_s * by for each_s in phase) for phase in per_sample)
             both = tuple(f + b for f, b in zip(forward_s, backward_s, strict=True))
-            return Least(self.way(combination)[1], sum(both), both, forward_s, backward_s, round_s)
+            return Least(sum(both), both, forward_s, backward_s, round_s)
 
         return shared
