@@ -41,7 +41,7 @@ from paraplan.planner.sharding.solve import SolveLimits, choose
 
 SHARES = (0.1, 0.5, 2.0)
 """Prices of what shardings keep, each as a share of the work at which all would be kept."""
-ROOMY = 0.03
+TIGHT = 0.03
 """By how much a closed form may be above that of what needs no room for the shardings of another kind to do."""
 NEAR = 0.1
 """By how much a closed form may be above the least of all for its combination still to be looked into."""
@@ -181,10 +181,10 @@ class Pricing:
         least = [self._least_s(combinations, [each]) for each in alike]
         weightless_s = self._least_s(combinations, [each.weightless() for each in alike])
         is_leanest = min(least) == least[-1]
-        may_win = is_leanest and (1 + ROOMY) * weightless_s < min(least) and weightless_s <= (1 + ROOMY) * best_s
+        may_win = is_leanest and (1 + TIGHT) * weightless_s < min(least) and weightless_s <= (1 + TIGHT) * best_s
         if math.isinf(min(least)) or may_win:
             return ()
-        near = (each for each, s in zip(way.priced, least, strict=True) if s <= (1 + ROOMY) * min(least))
+        near = (each for each, s in zip(way.priced, least, strict=True) if s <= (1 + TIGHT) * min(least))
         return tuple(each.sharding.decisions for each in near)
 
     def price_own(self, combinations: Sequence[Combination], best_s: float = math.inf) -> list[StagePrices]:

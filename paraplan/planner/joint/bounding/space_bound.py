@@ -65,9 +65,9 @@ NEAR = 0.05
 """Of a step, how near the bound is near enough."""
 FEW = 2
 """Microbatches a position below which schedules are bounded by how many are in flight."""
-RAISED, LOOKED_AT = 1e-3, 1.0
-"""By how much more than the lowest is worth raising it for; of the kinds of positions with combinations so low, the
-share that has to be relaxed at least. Where there is no time for them, what is known at once is all there will be."""
+RAISED = 1e-3
+"""By how much more than the lowest is worth raising it for. Where there is no time to relax every kind of positions
+with combinations lower than that, what is known at once is all there will be."""
 EACH_S = 3.0
 """Seconds for one relaxation."""
 PRICES = 6
@@ -159,7 +159,7 @@ class SpaceBound:
                 known = len(self._positions)
                 lowest = {self.way(listed[each]) for value_s, each, _ in queue if value_s <= (1 + RAISED) * least_s}
                 waiting_s = len({self._key(alike[way]) for way in lowest} - self._positions.keys()) * passed_s / known
-                if begun_s + passed_s + LOOKED_AT * waiting_s > stop:
+                if begun_s + passed_s + waiting_s > stop:
                     return least_s
             found_s = max(least_s, steps[level](listed[number]))
             heapq.heapreplace(queue, (found_s, number, level + 1))
