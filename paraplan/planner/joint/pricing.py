@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -42,7 +43,8 @@ from paraplan.planner.sharding.solve import SolveLimits, choose
 SHARES = (0.1, 0.5, 2.0)
 """Prices of what shardings keep, each as a share of the work at which all would be kept."""
 TIGHT = 0.03
-"""By how much a closed form may be above that of what needs no room for the shardings of another kind to do."""
+"""By how much the closed form of a kind's shardings may be above that of ones that keep nothing for room not to be
+short; and how near the best of them one has to come to be taken over for the next kind."""
 NEAR = 0.1
 """By how much a closed form may be above the least of all for its combination still to be looked into."""
 BATCH = 4
@@ -278,10 +280,12 @@ class Pricing:
         return tuple(leaner)
 
     def _taken_over(self, combination: Combination, layouts: Sequence[Decisions]) -> list[StagePrices]:
-        """Prices of layouts chosen for others, where all are possible."""
-        part, _, mesh = self.position(combination)
-        found = [in_same_layouts(part, each, mesh, combination.microbatches) for each in layouts]
-        return [each.prices for each in found if each is not None] if all(found) else []
+        """Prices of layouts chosen for others, where all are possible; else nothing."""
+        with suppress(ParaplanError):
+            part, _, mesh = self.position(combination)
+            found = [in_same_layouts(part, each, mesh, combination.microbatches) for each in layouts]
+            return [each.prices for each in found if each is not None] if all(found) else []
+        return []
 
     def _chosen(
         self, combination: Combination, combinations: Sequence[Combination], best_s: float

@@ -12,7 +12,7 @@ from torch import nn
 
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.errors import ConstraintError, InvalidPlanError
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef
 from paraplan.ir.process.memo import release_caches
@@ -26,7 +26,6 @@ from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.pricing import GAP, NEAR, Pricing, pricing_beside
 from paraplan.planner.joint.pricing_order import steps_of, usual_samples, ways_of
-from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED, named_orders
 from tests.captures import zoo_job
 
@@ -185,21 +184,16 @@ def _large() -> Job:
     return Job(program, parse_cluster("8xA100-80:1"), OPTIMIZERS["adamw"], ModelRef(display="chain"), {})
 
 
-def test_the_best_estimate_is_none_in_layouts_chosen_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_estimate_is_hardly_longer_for_layouts_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     job = _large()
     listed = [each for each in combinations(job, FREE) if each.pp == 1 and each.microbatches <= 8]
     release_caches()
     some, every = _pricing(job), _pricing(job)
     taken, *_ = estimate_best(some, listed, math.inf, [])
     assert some.alike and some.alike <= set(some.prices)
-    assert any(max(map(_seconds, some.prices[kind])) > min(map(_seconds, some.prices[kind])) for kind in some.alike)
     monkeypatch.setattr(Pricing, "_in_layouts", lambda *_: ())
     chosen, *_ = estimate_best(every, listed, math.inf, [])
     assert not every.alike and taken.step_s <= (1 + GAP) * chosen.step_s
-
-
-def _seconds(prices: StagePrices) -> float:
-    return sum(prices.seconds)
 
 
 def test_layouts_that_do_not_divide_are_chosen_anew() -> None:
@@ -214,3 +208,14 @@ def test_layouts_that_do_not_divide_are_chosen_anew() -> None:
     broken = replace(layouts[0], batch=dict.fromkeys(layouts[0].batch, "S7,S7"))
     anew = pricing.priced(four, [four], layouts=(broken,))
     assert anew and anew[0].numbers == prices.numbers and not pricing.faults
+
+
+def test_layouts_whose_prices_fail_are_chosen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> object:
+        raise InvalidPlanError("it cannot be lowered")
+
+    monkeypatch.setattr(pricing_module, "in_same_layouts", failing)
+    job = zoo_job("mlp", 4)
+    pricing, four = _pricing(job), Combination(1, (1, 4), 1, "gpipe", 1)
+    (prices, *_) = pricing.priced(four, [four])
+    assert pricing.priced(four, [four], layouts=(prices.sharding.decisions,))[0] is prices and not pricing.faults
