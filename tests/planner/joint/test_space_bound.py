@@ -66,6 +66,15 @@ def test_nor_is_one_that_fits_below_the_bound_of_less_memory() -> None:
     assert loose_s < bound_s <= min(_fastest(job, listed, tight)[0])
 
 
+def test_parameters_too_many_to_be_whole_raise_the_bound() -> None:
+    """Where hardly anything is saved for a backward, what parameters keep is priced all the same."""
+    job, pins = zoo_job("mlp", 4), Constraints(microbatches=2, pp=1, recompute="none")
+    listed, loose_s = _bound("mlp", 4, pins)
+    tight = msgspec.structs.replace(pins, memory_bytes=int(0.4 * max(_fastest(job, listed, pins)[1])))
+    _, bound_s = _bound("mlp", 4, tight)
+    assert loose_s < bound_s <= min(_fastest(job, listed, tight)[0])
+
+
 def _fastest(job: Job, listed: list[Combination], pins: Constraints) -> tuple[list[float], list[int]]:
     """Steps and peaks of every combination that has a plan."""
     steps, peaks = [], []
@@ -207,9 +216,10 @@ SIZES = [(name, 4 if name == "chimera" else 3, count) for name in NAMED for coun
 
 @pytest.mark.parametrize(("schedule", "pp", "count"), [each for each in SIZES if NAMED[each[0]].counts(*each[1:])])
 def test_gradients_count_where_they_are_held_beside_most_microbatches(schedule: str, pp: int, count: int) -> None:
-    """Not where all forwards come before the first backward, as gradients come and microbatches go."""
+    """Not where all forwards come before the first backward, as gradients come and microbatches go; then beside as many
+    as there are once they have come."""
     orders = named_orders(schedule, pp, count, NAMED[schedule].stages)
-    found = fullest(orders)
+    found, *late = fullest(orders)
     seen = []
     for order, mine in zip(orders, stages_of(orders), strict=True):
         instants = instants_of(order, mine)
@@ -217,7 +227,10 @@ def test_gradients_count_where_they_are_held_beside_most_microbatches(schedule: 
         most = instants[flying == flying.max()]
         seen.append(bool(most[:, 2].all(1).any()))
         assert sum(found.counts[stage] for stage in mine) >= flying.max()
-    assert found.have_grads <= all(seen)
+        for each in late:
+            held = flying[instants[:, 2].all(1)]
+            assert each.have_grads and sum(each.counts[stage] for stage in mine) >= held.max(initial=0)
+    assert found.have_grads <= all(seen) and len(late) == (not found.have_grads)
     if schedule == "gpipe" or (schedule == "interleaved" and count <= 3):
         assert not found.have_grads
     if schedule == "1f1b":

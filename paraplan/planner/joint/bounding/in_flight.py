@@ -31,24 +31,29 @@ class Fullest(NamedTuple):
     have_grads: bool
 
 
-def fullest(orders: Orders) -> Fullest:
-    """Where the positions of a schedule have most microbatches in flight."""
-    found: Counter[int] = Counter()
+def fullest(orders: Orders) -> tuple[Fullest, ...]:
+    """Where the positions of a schedule have most microbatches in flight; and, where gradients are not there then, of
+    when they are."""
+    ever, late = Counter[int](), Counter[int]()
     have_grads = True
     for order in orders:
-        flying: Counter[int] = Counter()
-        most: Counter[int] = Counter()
-        begun, then = set[int](), set[int]()
+        stages = {action.stage for action in order}
+        flying, most, since, begun = Counter[int](), Counter[int](), Counter[int](), set[int]()
+        then = False
         for action in order:
             flying[action.stage] += (action.kind is ActionKind.F) - (action.kind in BACKWARD)
             if action.kind in (ActionKind.B, ActionKind.W):
                 begun.add(action.stage)
             if action.kind is ActionKind.F and flying.total() >= most.total():
-                most, then = flying.copy(), set(begun)
-        found.update(most)
-        have_grads = have_grads and then >= {action.stage for action in order}
-    counts = tuple(found[stage] for stage in range(1 + max(a.stage for order in orders for a in order)))
-    return Fullest(counts, have_grads)
+                most, then = flying.copy(), begun == stages
+            if begun == stages and flying.total() >= since.total():
+                since = flying.copy()
+        ever.update(most)
+        late.update(since)
+        have_grads = have_grads and then
+    stages = range(1 + max(action.stage for order in orders for action in order))
+    first, second = (tuple(found[stage] for stage in stages) for found in (ever, late))
+    return (Fullest(first, True),) if have_grads else (Fullest(first, False), Fullest(second, True))
 
 
 def most_at_once(orders: Orders) -> int:

@@ -21,7 +21,8 @@ class Least:
         forward_s, backward_s: per segment, what is computed.
         round_s: per segment, what is computed in the forward, and in the backward for the gradient that is handed on.
         computed: the weight of what is computed in `whole_s`.
-        position: where it was relaxed; None where it was not.
+        position: whose options of what is saved and made again it has; None for none.
+        share: of such an option's bytes and seconds, what a rank has at least.
     """
 
     whole_s: float
@@ -31,14 +32,15 @@ class Least:
     round_s: tuple[float, ...]
     computed: float = 1.0
     position: RelaxedPosition | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
 class Flying:
-    """Microbatches whose backward is to come (see `in_flight`): per stage where its position has most of them, and the
-    most at once of the first stage."""
+    """Microbatches whose backward is to come (see `in_flight`): per stage where its position has most of them, whenever
+    and once gradients are there, and the most at once of the first stage."""
 
-    fullest: Fullest
+    fullest: tuple[Fullest, ...]
     at_once: int
 
 

@@ -30,12 +30,18 @@ from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.recompute.split_backward import handed_on
 from paraplan.planner.sharding.formulate import Formulation, formulate, kept_row
 from paraplan.planner.sharding.network.cost_network import Floats, Network
+from paraplan.planner.sharding.network.lagrangian import Point
+from paraplan.planner.sharding.param_memory import param_held
 from paraplan.planner.sharding.proof.exposed import INSIDE, proof_network
 from paraplan.planner.sharding.proof.step_bound import best_point
 from paraplan.planner.sharding.space import Space
 
 GRID = 2**0.5
 """Of prices per byte, one to the next."""
+WAITED = "waited for"
+"""The stream of what a rank computes and waits for."""
+LEAST_WEIGHT = 1e-4
+"""What a stream weighs where weights start, at least."""
 WORTH = 0.003
 """Of what is proved, how much more has to be possible for another price to be tried."""
 
@@ -66,14 +72,24 @@ class RelaxedPosition:
         constraints: what is pinned there.
         count: microbatches.
         each_s: seconds for one relaxation.
+        known: per stream, and of what is waited for, weights at which another position's relaxation was best, where
+            those of this one start; changed to this one's.
     """
 
-    def __init__(self, job: Job, space: Space, constraints: Constraints, count: int, each_s: float) -> None:
+    def __init__(
+        self,
+        job: Job,
+        space: Space,
+        constraints: Constraints,
+        count: int,
+        each_s: float,
+        known: dict[str, float] | None = None,
+    ) -> None:
         self.job, self.space, self.constraints, self.count, self.each_s = job, space, constraints, count, each_s
+        self._known = {} if known is None else known
         self._problem: Formulation = formulate(space)
         self._whole = proof_network(job, space, self._problem, constraints)
-        self._row = kept_row(space, 0.0)
-        self._kept: dict[float, Kept] = {}
+        self._kept: dict[tuple[float, bool], Kept] = {}
 
     @cached_property
     def computed_s(self) -> tuple[tuple[float, ...], ...]:
@@ -85,7 +101,7 @@ class RelaxedPosition:
         """What a microbatch takes of what is done in each: in all segments together, waits included; of every one as it
         computes; both under the same weights, of which what is computed has the last."""
         network = _of_microbatches(self.job, self.space, self._problem, self._whole)
-        point = best_point(network, _starting(network), np.zeros(0), self.each_s)
+        point = self._best(network)
         least = tuple(f + b for f, b in zip(*self.computed_s[:2], strict=True))
         if point is None:
             return sum(least), least, 1.0
@@ -93,16 +109,50 @@ class RelaxedPosition:
         found = tuple(busy * (1 - INSIDE) * each for each in least)
         return max(point.bound / self.count, sum(found)), found, float(point.weights[0])
 
-    def kept(self, price: float) -> Kept | None:
-        """A whole step's at a price on what is kept; None where nothing was proved."""
-        if price not in self._kept:
-            priced = _with_price(self._whole, self._row.held, price)
-            point = best_point(priced, _starting(priced), np.zeros(0), self.each_s)
+    def kept(self, price: float, have_grads: bool = True) -> Kept | None:
+        """A whole step's at a price on what is kept; None where nothing was proved.
+
+        Args:
+            price: seconds per byte.
+            have_grads: whether gradients that add up are kept too.
+        """
+        key = price, have_grads or price == 0
+        if key not in self._kept:
+            held = self._held if have_grads else self._held_before
+            priced = _with_price(self._whole, held, price)
+            point = self._best(priced)
             if point is None:
                 return None
-            held = float(sum(amounts[point.choices[at]] for at, amounts in self._row.held.items()))
-            self._kept[price] = Kept(price, point.bound, float(point.weights[0]), held)
-        return self._kept[price]
+            kept_bytes = float(sum(amounts[point.choices[at]] for at, amounts in held.items()))
+            self._kept[key] = Kept(price, point.bound, float(point.weights[0]), kept_bytes)
+        return self._kept[key]
+
+    def _best(self, network: Network) -> Point | None:
+        """Where a network's bound is best; what a rank does and waits for nearly alone is where weights start first."""
+        names = [*self.space.prices.streams, WAITED][: network.num_streams]
+        if self._known.keys() >= set(names):
+            weights = np.array([self._known[name] for name in names]) + LEAST_WEIGHT
+        else:
+            weights = np.full(len(names), 0.1 / len(names))
+            weights[-1] += 0.9
+        point = best_point(network, weights / weights.sum(), np.zeros(0), self.each_s)
+        if point is not None:
+            self._known.update(zip(names, point.weights.tolist(), strict=True))
+        return point
+
+    @cached_property
+    def _held(self) -> dict[int, Floats]:
+        """Per variable, [option] bytes kept once gradients are there."""
+        return kept_row(self.space, 0.0).held
+
+    @cached_property
+    def _held_before(self) -> dict[int, Floats]:
+        """Per variable, [option] bytes kept before any gradient is: as with one microbatch, whose do not add up."""
+        held, prices = dict(self._held), self.space.prices
+        for (number, _, cls), options in zip(self.space.grads, self.space.param_options, strict=True):
+            kept = [param_held(self.job, prices, cls, option, 1).loss for option in options]
+            held[number] = np.minimum(held[number], np.array(kept, float))
+        return held
 
     @cached_property
     def recomputing(self) -> tuple[tuple[RematOption, ...], ...]:
@@ -212,12 +262,15 @@ class Activations:
         position: on whose devices.
         counts: per kind, in how many microbatches its instances wait, in all.
         microbatches: of a step.
+        share: of an option's bytes and seconds, what a rank has.
     """
 
-    def __init__(self, position: RelaxedPosition, counts: Sequence[float], microbatches: int) -> None:
+    def __init__(
+        self, position: RelaxedPosition, counts: Sequence[float], microbatches: int, share: float = 1.0
+    ) -> None:
         kinds = [segment.kind for segment in position.job.program.segments]
         self._each = [
-            (count, microbatches * kinds.count(kind), position.recomputing[kind])
+            (share * count, share * microbatches * kinds.count(kind), position.recomputing[kind])
             for kind, count in enumerate(counts)
             if count and position.recomputing[kind]
         ]
@@ -290,13 +343,6 @@ def next_price(tangents: Sequence[Tangent], usual: float) -> float | None:
         return None
     found = GRID ** round(math.log(found, GRID))
     return None if any(math.isclose(found, each.price) for each in tangents) else found
-
-
-def _starting(network: Network) -> Floats:
-    """Weights to begin with: what a rank does and waits for, nearly alone."""
-    weights = np.full(network.num_streams, 0.1 / network.num_streams)
-    weights[-1] += 0.9
-    return weights
 
 
 def _with_price(network: Network, held: dict[int, Floats], price: float) -> Network:

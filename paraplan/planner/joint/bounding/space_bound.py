@@ -59,6 +59,7 @@ from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.sharding.solve import problem_of
+from paraplan.planner.sharding.space import Space
 from paraplan.rules.time_axis import program_micro
 
 NEAR = 0.05
@@ -72,6 +73,8 @@ EACH_S = 3.0
 """Seconds for one relaxation."""
 PRICES = 6
 """Prices per byte that are tried for a combination at most."""
+FIRST = 0.03
+"""Of a step, what the first price counts bytes for that are too many."""
 FILLED = 4
 """Microbatches a position of which a schedule's orders are looked at: it has as many in flight in more."""
 
@@ -106,7 +109,7 @@ class SpaceBound:
         self.cut, self.spread, self.updated_s = cut, 1, 0.0
         self._even_by: Sequence[float] = ()
         self._positions: dict[object, RelaxedPosition | None] = {}
-        self._least: dict[object, Least] = {}
+        self._weights: dict[str, float] = {}
         self._flying: dict[object, Flying | None] = {}
         self._passed: dict[object, Counts | None] = {}
 
@@ -137,6 +140,9 @@ class SpaceBound:
         def least(each: Combination) -> Least:
             return self._relaxed(alike[self.way(each)]) or undivided(each)
 
+        def shared_out(each: Combination) -> float:
+            return self._relaxed_s(each, undivided(each), best_s)
+
         def own(each: Combination) -> float:
             return self._relaxed_s(each, least(each), best_s)
 
@@ -146,23 +152,23 @@ class SpaceBound:
         def in_order(each: Combination) -> float:
             return self._orders_s(each, least(each), stop)
 
-        steps = (own, in_order, within)
-        queue = [(self.combination_s(each, undivided(each)), number, 0) for number, each in enumerate(listed)]
+        steps = (shared_out, own, in_order, within)
+        queue = [(self.combination_s(each, undivided(each)), 0, number) for number, each in enumerate(listed)]
         heapq.heapify(queue)
         begun_s, known = time.perf_counter(), len(self._positions)
         while True:
-            least_s, number, level = queue[0]
+            least_s, level, number = queue[0]
             passed_s = time.perf_counter() - begun_s
             if least_s >= (1 - NEAR) * best_s or level == len(steps) or begun_s + passed_s > stop:
                 return least_s
             if len(self._positions) > known:
                 known = len(self._positions)
-                lowest = {self.way(listed[each]) for value_s, each, _ in queue if value_s <= (1 + RAISED) * least_s}
+                lowest = {self.way(listed[each]) for value_s, _, each in queue if value_s <= (1 + RAISED) * least_s}
                 waiting_s = len({self._key(alike[way]) for way in lowest} - self._positions.keys()) * passed_s / known
                 if begun_s + passed_s + waiting_s > stop:
                     return least_s
             found_s = max(least_s, steps[level](listed[number]))
-            heapq.heapreplace(queue, (found_s, number, level + 1))
+            heapq.heapreplace(queue, (found_s, level + 1, number))
 
     def combination_s(self, combination: Combination, least: Least) -> float:
         """The bound of a combination by what its microbatches take."""
@@ -231,20 +237,15 @@ class SpaceBound:
         found_s = max(self.combination_s(combination, least), self._rounds_s(combination, least))
         if least.position is None or found_s >= (1 - NEAR) * best_s:
             return found_s
-        counts = self._waiting(combination, least, best_s)
-        if counts is None:
+        if (moments := self._moments(combination, least, best_s)) is None:
             return max(found_s, best_s)
-        pp, m = combination.pp, combination.microbatches
-        room = self.budget * pp - self._kept_bytes(combination, m > 1 and self._has_grads(combination))
-        activations = Activations(least.position, counts, m)
-        price = activations.price_of(least.computed, room)
-        again_s = max(activations.least(least.computed, price)[0] - price * max(room, 0.0), 0.0)
+        pp, m, again_s = combination.pp, combination.microbatches, 0.0
+        for have_grads, counts in moments:
+            room = self.budget * pp - self._kept_bytes(combination, m > 1 and have_grads)
+            activations = Activations(least.position, counts, m, least.share)
+            price = activations.price_of(least.computed, room)
+            again_s = max(again_s, activations.least(least.computed, price)[0] - price * max(room, 0.0))
         return max(found_s, (m * least.whole_s + again_s) / pp + self._once_s(combination, least))
-
-    def _has_grads(self, combination: Combination) -> bool:
-        """Whether gradients that are added up are there where positions have most microbatches in flight."""
-        flying = self.flying(combination)
-        return flying is not None and flying.fullest.have_grads
 
     def _kept_bytes(self, combination: Combination, has_grads: bool) -> float:
         """What the positions' ranks keep of parameters and states at least, a rank of each, and of gradients."""
@@ -253,51 +254,56 @@ class SpaceBound:
         kept = kept_bytes(self.job, has_grads) * combination.pp / self.job.cluster.num_devices
         return NAMED[combination.schedule].num_replicas * kept
 
-    def _waiting(self, combination: Combination, least: Least, best_s: float) -> list[float] | None:
-        """Per kind, in how many microbatches its instances wait at least, of cuts that may beat the best step; None
-        where there are none."""
-        counts = [0.0] * len(self.job.program.kinds)
+    def _moments(
+        self, combination: Combination, least: Least, best_s: float
+    ) -> list[tuple[bool, list[float]]] | None:
+        """When positions are fullest, of cuts that may beat the best step: whether gradients that add up are there, and
+        per kind, in how many microbatches its instances wait at least; None where there are no such cuts."""
+        kinds = len(self.job.program.kinds)
         if self.constraints.tiers:
-            return counts
+            return [(False, [0.0] * kinds)]
         flying = self.flying(combination)
         if flying is None:
             return None
         is_cut_freely = combination.each == 1 and NAMED[combination.schedule].num_replicas == 1
         limit_s = best_s / combination.microbatches if is_cut_freely else None
         seconds = least.each_s if is_cut_freely else self._even_by or least.each_s
-        waits = waiting(flying.fullest.counts, seconds, limit_s, self.spread)
-        for segment, count in zip(self.job.program.segments, waits or (), strict=waits is not None):
-            counts[segment.kind] += count
-        return None if waits is None else counts
+        found: list[tuple[bool, list[float]]] = []
+        for moment in flying.fullest:
+            waits = waiting(moment.counts, seconds, limit_s, self.spread)
+            if waits is None:
+                return None
+            counts = [0.0] * kinds
+            for segment, count in zip(self.job.program.segments, waits, strict=True):
+                counts[segment.kind] += count
+            found.append((moment.have_grads, counts))
+        return found
 
     def _fitting_s(self, combination: Combination, least: Least, best_s: float) -> float:
         """The bound of a combination within what devices may hold, of cuts that may beat the best step."""
-        position, counts = self._position(combination), self._waiting(combination, least, best_s)
+        position, moments = self._position(combination), self._moments(combination, least, best_s)
         if position is None:
             return 0.0
-        if counts is None:
+        if moments is None:
             return best_s
         pp, replicas = combination.pp, NAMED[combination.schedule].num_replicas
-        activations = Activations(position, counts, combination.microbatches)
-        idle_s, room = self._idle_s(combination, least), float(self.budget * pp)
-        tangents: list[Tangent] = []
-        has_grads = combination.microbatches == 1 or self._has_grads(combination)
-        least_bytes = self._kept_bytes(combination, False)
-        price: float | None = 0.0
-        while price is not None and len(tangents) < PRICES:
-            kept = position.kept(price * replicas if has_grads else 0.0)
-            if kept is None:
-                break
-            held = replicas * kept.kept_bytes
-            if not has_grads:  # of any sharding, without those it has then
-                held, kept = least_bytes, replace(kept, least_s=kept.least_s + price * least_bytes)
-            again_s, waits_bytes = activations.least(kept.computed, price)
-            over = held + waits_bytes - room
-            tangents.append(Tangent(price, kept.least_s + again_s - price * room, over))
-            if tangents[-1].value_s / pp + idle_s >= (1 - NEAR) * best_s:
-                break
-            price = next_price(tangents, activations.price_of(kept.computed, room / 2))
-        return max((each.value_s for each in tangents), default=0.0) / pp + idle_s
+        idle_s, room, found_s = self._idle_s(combination, least), float(self.budget * pp), 0.0
+        for have_grads, counts in moments:
+            activations = Activations(position, counts, combination.microbatches)
+            tangents: list[Tangent] = []
+            price: float | None = 0.0
+            while price is not None and len(tangents) < PRICES and found_s / pp + idle_s < (1 - NEAR) * best_s:
+                kept = position.kept(price * replicas, have_grads)
+                if kept is None:
+                    break
+                again_s, waits_bytes = activations.least(kept.computed, price)
+                over = replicas * kept.kept_bytes + waits_bytes - room
+                tangents.append(Tangent(price, kept.least_s + again_s - price * room, over))
+                found_s = max(found_s, tangents[-1].value_s)
+                usual = min(activations.price_of(kept.computed, room / 2), 4 * price or math.inf)
+                usual = usual or FIRST * found_s / max(over, 1.0)
+                price = next_price(tangents, usual)
+        return found_s / pp + idle_s
 
     def _relaxed(self, combination: Combination) -> Least | None:
         """What a microbatch takes as relaxed for a combination of as many samples; None where there is none."""
@@ -320,7 +326,9 @@ class SpaceBound:
             try:
                 part, inner, mesh = self.where(combination)
                 space = problem_of(part, mesh, combination.microbatches, inner)
-                self._positions[key] = RelaxedPosition(part, space, inner, combination.microbatches, EACH_S)
+                self._positions[key] = RelaxedPosition(
+                    part, space, inner, combination.microbatches, EACH_S, self._weights
+                )
             except (ConstraintError, NoPlanError):
                 pass
         return self._positions[key]
@@ -330,8 +338,14 @@ class SpaceBound:
         no smaller than any rank's, is shared out over all: no division of ops makes it less."""
         job, n = self.job, self.job.cluster.num_devices
         part = replace(job, cluster=first_devices(job.cluster, n))
-        free = Constraints(microbatches=count, pp=1)
-        space = problem_of(part, candidate_meshes(part, free)[0], count, free)
+
+        def space_of(count: int) -> tuple[Space, Constraints]:
+            free = Constraints(microbatches=count, pp=1)
+            return problem_of(part, candidate_meshes(part, free)[0], count, free), free
+
+        space, _ = space_of(count)
+        # of all samples at once, beside which what is there once weighs least
+        whole = RelaxedPosition(part, *space_of(1), 1, EACH_S)
         self.updated_s = 0.0 if self.constraints.state_tiers else updated_s(job, space) / n
         per_sample = [
             tuple(each_s * count / job.program.batch_size for each_s in phase)
@@ -339,9 +353,10 @@ class SpaceBound:
         ]
 
         def shared(combination: Combination) -> Least:
-            by = job.program.batch_size / combination.microbatches * combination.pp / n
+            share = combination.pp / (combination.microbatches * n)
+            by = job.program.batch_size * share
             forward_s, backward_s, round_s = (tuple(each_s * by for each_s in phase) for phase in per_sample)
             both = tuple(f + b for f, b in zip(forward_s, backward_s, strict=True))
-            return Least(sum(both), both, forward_s, backward_s, round_s)
+            return Least(sum(both), both, forward_s, backward_s, round_s, 1.0, whole, share)
 
         return shared
