@@ -254,9 +254,7 @@ class SpaceBound:
         kept = kept_bytes(self.job, has_grads) * combination.pp / self.job.cluster.num_devices
         return NAMED[combination.schedule].num_replicas * kept
 
-    def _moments(
-        self, combination: Combination, least: Least, best_s: float
-    ) -> list[tuple[bool, list[float]]] | None:
+    def _moments(self, combination: Combination, least: Least, best_s: float) -> list[tuple[bool, list[float]]] | None:
         """When positions are fullest, of cuts that may beat the best step: whether gradients that add up are there, and
         per kind, in how many microbatches its instances wait at least; None where there are no such cuts."""
         kinds = len(self.job.program.kinds)
