@@ -51,8 +51,8 @@ def fullest(orders: Orders) -> tuple[Fullest, ...]:
         ever.update(most)
         late.update(since)
         have_grads = have_grads and then
-    stages = range(1 + max(action.stage for order in orders for action in order))
-    first, second = (tuple(found[stage] for stage in stages) for found in (ever, late))
+    count = 1 + max(action.stage for order in orders for action in order)
+    first, second = (tuple(found[stage] for stage in range(count)) for found in (ever, late))
     return (Fullest(first, True),) if have_grads else (Fullest(first, False), Fullest(second, True))
 
 
