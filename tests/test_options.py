@@ -37,7 +37,7 @@ from paraplan.plan_options import CompileOptions, FitKeywords, FitOptions, JobOp
 from paraplan.planner.alternatives.filed_pins import constraints_from
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.options.keywords import ConstraintKeywords
-from paraplan.planner.options.values import OFFLOAD
+from paraplan.planner.options.values import OFFLOAD, parse_mesh
 from paraplan.terminal.command_options import with_options
 
 ROOT = Path(__file__).parents[1]
@@ -159,6 +159,11 @@ def test_values_are_converted_and_checked_by_their_fields() -> None:
     ):
         with pytest.raises(ConstraintError, match=message):
             from_keywords(Constraints, pins)
+
+
+def test_a_mesh_is_read_as_options_and_as_plans_say_it() -> None:
+    assert parse_mesh("2,4") == parse_mesh("2x4") == (2, 4) and parse_mesh("16") == (16,)
+    assert parse_mesh("2,x") == "2,x" and parse_mesh("a x b") == "a x b"
 
 
 KINDS = (Constraints, JobOptions, FitOptions, ExecutionOptions, RunOptions)

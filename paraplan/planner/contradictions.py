@@ -199,7 +199,11 @@ def _stage_devices(c: Constraints, num_devices: int) -> int:
     """How many devices share a stage, among which the other degrees are."""
     if c.pp is not None and c.pp > 1:
         if num_devices % c.pp:
-            raise ConstraintError("{} does not divide the cluster's {} devices", OptionValue("pp", c.pp), num_devices)
+            divisors = [str(pp) for pp in range(1, num_devices + 1) if num_devices % pp == 0]
+            raise ConstraintError(
+                "{} does not divide the cluster's {} devices; give one of {}",
+                *(OptionValue("pp", c.pp), num_devices, ", ".join(divisors)),
+            )
         return num_devices // c.pp
     if c.schedule is not None or c.stages is not None:
         pinned = OptionValue("schedule", c.schedule) if c.schedule is not None else OptionValue("stages", c.stages)

@@ -37,6 +37,8 @@ def test_the_first_that_fits_is_taken() -> None:
     assert tight.num_microbatches > 1 or any(choice.activations for choice in tight.stages[0].choices)
     with pytest.raises(SolverLimitError, match=r"strategy 'ddp': none of \d+ tries fits"):
         plan_by("ddp", job, Constraints(memory_bytes=1000, reserve_bytes=0), 60.0)
+    with pytest.raises(ConstraintError, match=r"strategy 'ddp', whose own .*: dp=2 times tp=2 is 4"):
+        plan_by("ddp", job, Constraints(tp=2), 60.0)
 
 
 def test_the_fastest_of_the_first_degrees_that_fit_is_taken() -> None:

@@ -119,7 +119,7 @@ def _tries(name: str, task: Task) -> list[Constraints | Answer]:
 def _nothing(name: str, faults: Sequence[NoPlanError | ConstraintError], done: int) -> NoPlanError | ConstraintError:
     said = [each for each in faults if isinstance(each, NoPlanError)]
     if not said:
-        return faults[-1]
+        return ConstraintError(f"strategy {name!r}, whose own choices are among these: {{}}", faults[-1])
     last = said[-1]
     return SolverLimitError(f"strategy {name!r}: none of {done} tries fits; the last: {last}")
 

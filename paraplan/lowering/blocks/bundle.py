@@ -75,8 +75,8 @@ def is_full(nbytes: int, widest_bytes: int = BUNDLE_BYTES, most_bytes: int = BUN
 def bundle_key(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Key | None:
     """What a tensor must share with others to travel with them; None where it goes alone.
 
-    Small ones travel together that are moved elementwise, over any number of axes (sums), by one gather or scatter, or
-    by gathers of one dim, whose parts of parts are then in order.
+    Small ones travel together that are summed or scattered over any number of axes, by scatters of one dim, whose parts
+    are cut into parts again, or moved by gathers of one dim, whose parts of parts are then in order.
 
     Args:
         spec: of the tensor, global.
@@ -86,11 +86,21 @@ def bundle_key(spec: TensorSpec, path: Sequence[Move], mesh_shape: Dims) -> Key 
     found = [move.collective for move in path if move.collective is not None]
     if not found or len(found) < len(path) or any(each.splits and each.joins for each in found):
         return None
-    if len(found) > 1 and not (all(each.is_elementwise for each in found) or _gathers_one_dim(path)):
+    if len(found) > 1 and not (_scatters_one_dim(path) or _gathers_one_dim(path)):
         return None
     if not is_small(spec, path[0], mesh_shape) or any(pads(spec.shape, move, mesh_shape) for move in path[1:]):
         return None
     return spec.dtype, tuple((move.kind, move.axis, move.reduction) for move in path)
+
+
+def _scatters_one_dim(path: Sequence[Move]) -> bool:
+    """Whether a path sums, and splits one dim at most."""
+    return not any(move.is_gather for move in path) and len(set(_split_dims(path))) <= 1
+
+
+def _split_dims(path: Sequence[Move]) -> list[int]:
+    """Dims that moves of a path split."""
+    return [move.split_dim for move in path if move.split_dim >= 0]
 
 
 def _gathers_one_dim(path: Sequence[Move]) -> bool:
@@ -111,15 +121,15 @@ def move_together(
         Local names of the results, in order.
     """
     first = paths[0][0]
-    n = emitter.mesh_shape[first.axis]
+    n = math.prod(emitter.mesh_shape[move.axis] for move in paths[0] if move.split_dim >= 0)
     values = [emitter.values[local] for local in locals_]
     count = sum(value.nbytes for value in values) // TensorSpec(values[0].dtype, ()).nbytes
-    dims = tuple(path[0].dim for path in paths)
+    dims = tuple((_split_dims(path) or [path[0].dim])[0] for path in paths)
     args = tuple("%" + local for local in locals_)
-    scatters = first.split_dim >= 0
+    scatters = n > 1
     packed = emitter.local(
         "paraplan.pack",
-        (args, n if scatters else 1, dims if scatters else (0,) * len(dims)),
+        (args, n, dims if scatters else (0,) * len(dims)),
         f"{stem}^pack",
         values[0].dtype,
         (count,),

@@ -21,6 +21,7 @@ from paraplan.planner.joint.at_cut import PricedPosition, deferred_bytes, held_b
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.pipeline.cuts.balanced_cuts import Short, cut_balanced
+from paraplan.planner.pipeline.cuts.cut_in_step import cut_in_step
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.links import Handed
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
@@ -132,6 +133,10 @@ class Pricer(ClosedForm):
         if bounds is None:
             return None
         found = self._cut(combination, prices, mesh_shape, orders, bounds)
+        in_step = None if self.stages else cut_in_step(prices.seconds, orders.held, tail)
+        if in_step is not None:
+            other = self._cut(combination, prices, mesh_shape, orders, in_step)
+            found = min(found, other, key=lambda each: each.estimate.rank)
         for _ in range(RECUT if found.short and self.stages is None else 0):
             bounds = cut_balanced(
                 prices.seconds, orders.held, tail, combination.microbatches, found.short, found.estimate.bounds

@@ -182,20 +182,20 @@ class JointSearch:
             return None
         best = min(self.drafts, key=step_s)
         self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
-        within_s = max(PROVED_SHARE * self.deadline.limit_s, 1.0)
+        within_s = 0.0 if self.is_interrupted else max(PROVED_SHARE * self.deadline.limit_s, 1.0)
         task = listed, best.cut, best.step_s, within_s
-        if self.workers is None:
+        if self.workers is None or self.is_interrupted:
             return Bounding(best.cut, lambda: bound_of(self.pricing, *task))
         return Bounding(best.cut, self.workers.begin(bound_of, task, self.pricing))
 
     def _certified(self, best: Draft, listed: Sequence[Combination]) -> Plan:
-        """The plan with what is proved of every combination; with its own certificate where that is nothing, and where
-        the plan is outside of the space and faster."""
+        """The plan with what is proved of every combination, of an interrupted search what is known at once; with its
+        own certificate where that is nothing, and where the plan is outside of the space and faster."""
         plan, cut = best.made(), best.cut
         try:
-            if not self.is_interrupted and (self._bound is None or (len(cut) > 1 and self._bound.cut != cut)):
+            if self.is_interrupted or self._bound is None or (len(cut) > 1 and self._bound.cut != cut):
                 self._bound = self._bounding(listed)
-            if self._bound is None or self.is_interrupted:
+            if self._bound is None:
                 return plan
             (bound_s, spread), mesh = self._bound.answer(), plan.stages[0].mesh.shape
         except KeyboardInterrupt:

@@ -40,9 +40,9 @@ def warm_up_steps(delayed_update: bool | int) -> int | None:
 
 
 def parse_mesh(text: str) -> tuple[int, ...] | str:
-    """`2,4`, or the text where it is no such thing."""
+    """`2,4`, or `2x4` as plans say it; the text where it is no such thing."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
         return text
 

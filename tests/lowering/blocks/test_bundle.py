@@ -70,6 +70,28 @@ def test_small_parameters_are_gathered_and_their_gradients_scattered_at_once(tin
     assert max(packs) > 8
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("state", ["S0,S0", "S0,R", "R,S0", "R,R"])
+def test_gradients_are_summed_over_one_axis_and_scattered_over_another_at_once(
+    tiny_gpt2,  # type: ignore[no-untyped-def]
+    state: str,
+    microbatches: int,
+) -> None:
+    """Parts of parts lie in a bundle as the second scatter wants them."""
+    found = search(tiny_gpt2.job(4), Constraints(mesh=(2, 2), pp=1, microbatches=microbatches)).plan
+    whole = next(each for each in found.stages[0].params.values() if each.stored == "R,R" and not each.fetched)
+    layouts = {}
+    for name, param in found.program.params.items():
+        owner = state if param.spec.shape[0] % 4 == 0 else "R,R"
+        layouts[name] = msgspec.structs.replace(whole, grad="P,P", state=owner, ahead=owner != "R,R")
+    batch = msgspec.structs.replace(found.stages[0], params=layouts)
+    plan = msgspec.structs.replace(found, stages=(batch,), reduce_every=1, prediction=None, certificate=None)
+    program = lower_anew(plan)[0]
+    scattered = sum(param.spec.shape[0] % 4 == 0 for param in found.program.params.values())
+    assert scattered > 10 and targets(program).count("reduce_scatter") <= state.count("S0") * 2
+    assert tiny_gpt2.worst_error(*run_plan(plan, tiny_gpt2.params, tiny_gpt2.buffers, tiny_gpt2.batch)) <= 1e-9
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_bundles_sent_off_early(tiny_gpt2, zero: int, microbatches: int) -> None:  # type: ignore[no-untyped-def]

@@ -284,7 +284,7 @@ def test_a_stage_may_have_nothing_to_train() -> None:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"pp": 3}, "pp=3 does not divide the cluster's 4 devices"),
+        ({"pp": 3}, "pp=3 does not divide the cluster's 4 devices; give one of 1, 2, 4"),
         ({"pp": 1, "schedule": "1f1b"}, "schedule='1f1b' without a pipeline"),
         ({"pp": 4, "schedule": "hanayo", "stages": tuple((i, i + 1) for i in range(16))}, "more than the model's"),
         ({"pp": 4, "stages": ((0, 1), (1, 2))}, "2 stages cannot lie on pp=4"),

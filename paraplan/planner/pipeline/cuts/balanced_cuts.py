@@ -67,23 +67,40 @@ def cut_balanced(
         [first, stop) of every stage; None where there are too few segments.
     """
     if begun is not None:
-        return _Cut(seconds, positions, begun, tail, WIDER[1], short).balanced()
+        return _Cut(seconds, positions, begun, tail, _wider(seconds, begun, WIDER[1]), short).balanced()
     even = cut_evenly(seconds, 1 + max(itertools.chain(*positions)), tail)
     if even is None or all(len(mine) == 1 for mine in positions):
         return even
     best, best_s = even, _step_s(seconds, positions, even, microbatches)
     for wider in WIDER:
-        cut = _Cut(seconds, positions, even, tail, wider)
-        found = cut.balanced()
+        found = moved(seconds, positions, even, tail, _wider(seconds, even, wider))
         found_s = _step_s(seconds, positions, found, microbatches)
         if found_s < best_s:
             best, best_s = found, found_s
     return best
 
 
+def moved(
+    seconds: Sequence[float], positions: Sequence[Sequence[int]], bounds: Bounds, tail: int, limits: Sequence[float]
+) -> Bounds:
+    """A cut whose segments move as long as loads get evener.
+
+    Args:
+        seconds, positions, tail: as of `cut_balanced`.
+        bounds: the cut.
+        limits: per stage, how long it may get.
+    """
+    return _Cut(seconds, positions, bounds, tail, limits).balanced()
+
+
 def _step_s(seconds: Sequence[float], positions: Sequence[Sequence[int]], bounds: Bounds, microbatches: int) -> float:
     stages = [sum(seconds[slice(*bound)]) for bound in bounds]
     return microbatches * max(sum(stages[s] for s in mine) for mine in positions) + (len(positions) - 1) * max(stages)
+
+
+def _wider(seconds: Sequence[float], bounds: Bounds, times: float) -> list[float]:
+    """Of every stage of a cut, so many times the longest."""
+    return [times * max(sum(seconds[slice(*bound)]) for bound in bounds)] * len(bounds)
 
 
 @dataclass(frozen=True)
@@ -106,7 +123,7 @@ class _Cut:
         positions: Sequence[Sequence[int]],
         bounds: Bounds,
         tail: int,
-        wider: float,
+        limits: Sequence[float],
         short: Sequence[Short] = (),
     ) -> None:
         self.seconds, self.rounds, self.short = seconds, len(positions), short
@@ -118,7 +135,7 @@ class _Cut:
                 self.holders[stage].append(position)
         self.loads = [sum(self.stages[stage] for stage in mine) for mine in positions]
         self.mean = sum(self.loads) / len(self.loads) or 1.0
-        self.longest, self.tail = wider * max(self.stages) * (1 + 1e-9), tail
+        self.limits, self.tail = [limit * (1 + 1e-9) for limit in limits], tail
 
     def balanced(self) -> Bounds:
         """The cut after the best moves, one by one."""
@@ -169,7 +186,7 @@ class _Cut:
         """Whether a stage whose boundaries shift so keeps a segment, and the limit."""
         if self.starts[stage] + at_start >= self.starts[stage + 1] + at_stop:
             return False
-        return more[stage] <= 0 or self.stages[stage] + more[stage] <= self.longest
+        return more[stage] <= 0 or self.stages[stage] + more[stage] <= self.limits[stage]
 
     def _power(self, position: int, own_s: float) -> float:
         """Of a position's load, where its segments take so long."""
