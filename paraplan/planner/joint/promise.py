@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from paraplan.planner.joint.combinations import ONE_STAGE
 from paraplan.planner.joint.estimate import Estimate
 
-SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.01, 0.03, 0.1
+SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.01, 0.05, 0.1
 """What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
 one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
 a second."""
@@ -59,7 +59,8 @@ class Promise:
         """
         if estimate.family == ONE_STAGE:
             return ONE_STAGE_SLACK
-        return (SLACK if estimate.family in self.off else FIRST_SLACK) * max(left, 0.0)
+        left = max(left, 0.0)
+        return SLACK * left if estimate.family in self.off else FIRST_SLACK * left**2
 
     def planned(self, estimate: Estimate, kind: Hashable, found_s: float | None) -> None:
         """It was planned.

@@ -35,7 +35,7 @@ from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.nothing_found import nothing_found
 from paraplan.planner.joint.pricing import Pricing, pricing_beside
-from paraplan.planner.joint.promise import FIRST_SLACK, Promise
+from paraplan.planner.joint.promise import Promise
 from paraplan.planner.one_stage.one_stage_plans import OneStage, OneStagePlans, is_piped
 from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.pipeline_search import Slower
@@ -248,8 +248,10 @@ class JointSearch:
         """Estimates whose drafts other processes make from now on, as many as have nothing to do, of those that may
         come near the best; and what waits for each."""
         found: list[tuple[Estimate, Make]] = []
+        left = 1 - self.deadline.passed_s / self.deadline.limit_s
         for each in estimates:
-            worth = math.isfinite(each.step_s) and self._hoped_s(each) <= (1 + FIRST_SLACK) * self.best_s
+            enough_s = (1 + self._promise.slack(each, left)) * self.best_s
+            worth = math.isfinite(each.step_s) and self._hoped_s(each) <= enough_s
             if self.workers is None or not self.workers.has_idle or each.combination.pp == 1 or not worth:
                 break
             self.progress(f"beside: {each.combination.text} ({each.step_s:.4g} s estimated)")
