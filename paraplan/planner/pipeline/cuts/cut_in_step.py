@@ -22,6 +22,8 @@ from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_evenly
 
 ALIKE = 0.01
 """By how much lengths differ that count as one."""
+FEW = 3
+"""Segments a stage up to which it is looked for: stages of more are even enough to be balanced."""
 LONGER = 2
 """Segments in a stage beyond what it has on the average, at most."""
 
@@ -37,10 +39,12 @@ def cut_in_step(seconds: Sequence[float], positions: Sequence[Sequence[int]], ta
         tail: from this segment on all are in the last stage.
     Returns:
         [first, stop) of every stage; None where positions hold one stage each, a stage is at two, the v-th ones of all
-        are no part of the chain, or there are too few segments.
+        are no part of the chain, or there are too few segments, or more than `FEW` a stage.
     """
     count, rounds = len(positions), len(positions[0])
-    if rounds == 1 or any(
+    if rounds == 1 or len(seconds) > FEW * count * rounds:
+        return None
+    if any(
         sorted(mine[v] for mine in map(sorted, positions)) != list(range(v * count, (v + 1) * count))
         for v in range(rounds)
     ):
