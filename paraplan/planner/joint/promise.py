@@ -18,7 +18,7 @@ from paraplan.planner.joint.estimate import Estimate
 SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.01, 0.05, 0.1
 """What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
 one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
-a second."""
+a second. The first is multiplied by the share of the time that is left, the second by its square."""
 ALIKE = 1.05
 """How much longer than estimated pipelines of a family not planned yet are thought to be at most, for those of others
 having been."""

@@ -1,7 +1,8 @@
 """How many microbatches wait for their backward in a pipeline, whatever its cuts.
 
 After some action a position of a schedule has the most forwards behind it whose backwards are to come: its count per
-stage is then (`fullest`). Gradients that are added up are there beside them if backwards of its stages have begun.
+stage is then (`fullest`). Gradients that are added up are there beside them if backwards of its stages have begun; if
+not, the most forwards once they have are known as well.
 Which stage a segment is in is free, but not wholly so: where no position may take longer than a limit, segments from
 its first on fill positions from the front, or from the back, no faster than that limit, so that each has an earliest
 and a latest position, and waits at least as often as the least of the stages between (`waiting`). Where a position has

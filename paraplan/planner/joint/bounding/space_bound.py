@@ -74,7 +74,7 @@ EACH_S = 3.0
 PRICES = 6
 """Prices per byte that are tried for a combination at most."""
 FIRST = 0.03
-"""Of a step, what the first price counts bytes for that are too many."""
+"""The share of a step that all bytes over the room cost at the first price, where activations ask for none."""
 FILLED = 4
 """Microbatches a position of which a schedule's orders are looked at: it has as many in flight in more."""
 
