@@ -174,7 +174,7 @@ def searched(case: Case, pins: Pins, batch: int, cluster: ClusterSpec, time_limi
         versions=versions(),
         sum_products=case.sums,
     )
-    return search(job, Constraints(**pins), time_limit_s, certify=False).plan
+    return search(job, Constraints(**{"overlap": 1, **pins}), time_limit_s, certify=False).plan
 
 
 def _program_at(case: Case, count: int, plan: Plan, microbatches: int) -> Program:

@@ -51,6 +51,8 @@ from paraplan.planner.schedules.named import NAMED
 
 MODEL, PARALLELISM, PIPELINE = "Model and batch", "Parallelism", "Pipeline"
 MEMORY, EXECUTION = "Memory", "Execution"
+PIECES = 4
+"""That products go in at most, where nobody says."""
 
 
 @documented
@@ -192,12 +194,12 @@ class Constraints(Options, frozen=True, kw_only=True):
         MEMORY, metavar="N", convert=warm_up_steps, check=check_late,
         wanted="a number of steps", example=40,
     )] = None
-    overlap: Annotated[int, Option(
+    overlap: Annotated[int | None, Option(
         "Products in up to N pieces beside their collectives (TP).",
-        "in how many pieces at most products go beside the collectives of their rows (see "
-        "`planner.passes.overlap_products`); 1: none does.",
+        "in how many pieces at most products go beside the collectives of their rows, where that is faster (see "
+        "`planner.passes.overlap_products`); 1: none does; left out: 4.",
         EXECUTION, metavar="N", check=at_least(1),
-    )] = 1
+    )] = None
     compiled: Annotated[bool, Option(
         "Blocks through torch.compile; priced as fused.",
         "whether forward and backward blocks go through torch.compile: chains of memory-bound ops are then priced "
@@ -225,6 +227,11 @@ class Constraints(Options, frozen=True, kw_only=True):
         """The fields that differ from their defaults, as files have them."""
         plain, made = Constraints(), msgspec.json.decode(msgspec.json.encode(self))
         return {name: value for name, value in made.items() if getattr(self, name) != getattr(plain, name)}
+
+    @property
+    def most_pieces(self) -> int:
+        """In how many pieces at most a product goes."""
+        return PIECES if self.overlap is None else self.overlap
 
     @property
     def tiers(self) -> tuple[str, ...]:

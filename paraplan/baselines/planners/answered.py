@@ -42,7 +42,7 @@ def answered(task: Task, answer: Answer) -> BestPlan:
     made = realised(planned(task, answer))
     _check_room(task, made)
     made = parted(cast_once(made, task.budget), task.budget)
-    made = overlapped(reducing(made, task.budget), answer.pins.overlap, task.budget)
+    made = overlapped(reducing(made, task.budget), answer.pins.most_pieces, task.budget)
     plan = with_reserved(_told(made), made.programs, task.budget)
     looks = answer.pins.reserve_bytes != 0 and task.job.cluster.backend == "cuda"
     if looks and needed_bytes(plan) > task.budget:

@@ -63,7 +63,8 @@ ENOUGH = 0.35
 HIRED_S = 2.0
 """Seconds of a search from which on processes beside this one are worth their start."""
 PRICED_SHARE, SOLVED_SHARE = 0.56, 0.04
-"""Of the time limit, after which nothing else is priced; of the time left, for the choice of one sharding."""
+"""Of the time limit, after which nothing else is priced once something fits; of the time left, for the choice of one
+sharding."""
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Pricing:
     prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
     alike: set[Kind] = field(default_factory=set)
     faults: list[ParaplanError] = field(default_factory=list)
+    _has_fitting: bool = False
 
     def of(self, combination: Combination) -> tuple[StagePrices, ...]:
         """What was priced for a combination."""
@@ -127,7 +129,7 @@ class Pricing:
         alone = [at for at, (kind, _) in enumerate(waiting) if kind[1] == 1 and kind[2]]
         if alone and self.job.cluster.num_devices <= SMALL:  # positions of a device have no shardings to choose among
             waiting.insert(0, waiting.pop(alone[0]))
-        while waiting and not (self.prices and self._late):
+        while waiting and not (self.prices and self._is_enough):
             batch: list[tuple[Kind, Way]] = []
             for kind, way in tuple(waiting):
                 if any(other in (way, way.of) for _, other in batch):
@@ -135,15 +137,16 @@ class Pricing:
                 waiting.remove((kind, way))
                 if way.pays and not self._is_hopeless(kind, needed[kind], way, best_s):
                     batch.append((kind, way))
-                if len(batch) == (1 if self._late else BATCH):
+                if len(batch) == (1 if self.deadline.is_over else BATCH):
                     break
             if batch:
                 taken = {kind: self._in_layouts(needed[kind], way, kind[3], best_s) for kind, way in batch if rivals}
                 self._price({kind: taken.get(kind, ()) for kind, _ in batch}, needed, best_s)
             for kind, way in batch:
                 way.add(kind[3], self.prices[kind])
-                if rivals:
-                    best_s = min(best_s, self._least_s(needed[kind], [each.totals for each in self.prices[kind]]))
+                kind_s = self._least_s(needed[kind], [each.totals for each in self.prices[kind]])
+                self._has_fitting |= math.isfinite(kind_s)
+                best_s = min(best_s, kind_s) if rivals else best_s
 
     def _price(
         self, kinds: Mapping[Kind, Sequence[Decisions]], needed: dict[Kind, list[Combination]], best_s: float
@@ -154,11 +157,8 @@ class Pricing:
             self.workers.start()
         tasks = [(each, needed[kind], best_s, kinds[kind]) for kind, each in zip(kinds, usual, strict=True)]
         self.alike.update(kind for kind, layouts in kinds.items() if layouts)
-        if (
-            self.workers is None
-            or not self.workers.has_idle
-            or all(map(self._is_known, usual, map(needed.__getitem__, kinds)))
-        ):
+        is_known = all(map(self._is_known, usual, map(needed.__getitem__, kinds)))
+        if self.workers is None or not self.workers.has_idle or is_known:
             for kind, task in zip(kinds, tasks, strict=True):
                 self.progress(f"prices of stages: {task[0].text}")
                 self.prices[kind] = self.priced(*task)
@@ -245,6 +245,11 @@ class Pricing:
         return ClosedForm(self.job.cluster, self.budget)
 
     @property
+    def _is_enough(self) -> bool:
+        """Whether nothing else is to be priced: it is late, and something fits, or all time is up."""
+        return self._late and (self._has_fitting or self.deadline.is_over)
+
+    @property
     def _late(self) -> bool:
         return self.deadline.passed_s > PRICED_SHARE * self.deadline.limit_s
 
@@ -264,7 +269,6 @@ class Pricing:
                 none that keeps less is looked for.
             layouts: shardings chosen for others, to be taken where they are possible; () for those of least work here.
         """
-        fewest = _fewest(combinations)
         try:
             found = self._taken_over(combination, layouts) or self._chosen(combination, combinations, best_s)
         except ParaplanError as fault:  # of one candidate: others are priced
@@ -273,7 +277,7 @@ class Pricing:
         found.sort(key=lambda each: sum(each.seconds))
         leaner, least = list[StagePrices](), math.inf
         for each in found:
-            kept = each.kept_bytes(each.shape) + fewest * each.saved_bytes
+            kept = each.kept_bytes(each.shape) + _fewest(combinations) * each.saved_bytes
             if kept < least:
                 least = kept
                 leaner.append(each)
@@ -292,19 +296,18 @@ class Pricing:
     ) -> list[StagePrices]:
         """Prices of shardings of least work, and of such as keep less and less as long as that may pay; what there is
         where the next cannot be found."""
-        found: list[StagePrices] = []
-        fewest = _fewest(combinations)
+        found, fewest = list[StagePrices](), _fewest(combinations)
         part, inner, mesh = self.position(combination)
         limits = SolveLimits(
             time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
         )
-        inner_shape = mesh.shape[1:]
-        widest = (self.job.cluster.num_devices // (fewest * math.prod(inner_shape)), *inner_shape)
+        widest = (self.job.cluster.num_devices // (fewest * math.prod(mesh.shape[1:])), *mesh.shape[1:])
         try:
             for prices in priced_front(part, inner, mesh, combination.microbatches, limits, SHARES, fewest):
                 found.append(prices)
                 kept = found[-1].kept_bytes(widest) + fewest * _saved(prices)
-                if self._late or kept <= ENOUGH * self.budget * fewest:
+                fits = math.isfinite(self._least_s(combinations, [each.totals for each in found]))
+                if (fits and self._late) or kept <= ENOUGH * self.budget * fewest:
                     break
                 if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
                     break

@@ -55,6 +55,8 @@ SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 SHARED = 2.0
 """How much longer a draft may take where others are made beside it."""
+POOR = 1.5
+"""How much longer than what is estimated a plan may take for there to be no time for anything else."""
 LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many microbatches."""
 LISTED, MOST_WORKERS = 300, 8
@@ -223,7 +225,8 @@ class JointSearch:
             if len(in_time) < len(waiting) and LATE not in self.words:
                 self.words.append(LATE)
             enough = MOST if self.deadline.passed_s < GRACE * self.deadline.limit_s else 1
-            if not in_time and (self.drafts or in_vain >= enough):
+            is_poor = self.best_s > POOR * min(map(self._hoped_s, waiting))
+            if not in_time and ((self.drafts and not is_poor) or in_vain >= enough):
                 return True
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):

@@ -98,7 +98,7 @@ class MixedCase:
     def quickened(self, made: Realised) -> Realised:
         """The plan with what makes its step shorter in the same layouts."""
         made = reducing(parted(cast_once(made, self.budgets), self.budgets), self.budgets)
-        return overlapped(made, self.constraints.overlap, self.budgets)
+        return overlapped(made, self.constraints.most_pieces, self.budgets)
 
     def _options(self, cell: Cell) -> Options:
         return self._position_of[cell[0]].prices.sharding.options

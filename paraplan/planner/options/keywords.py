@@ -31,7 +31,7 @@ class ConstraintKeywords(TypedDict, total=False):
     update_on: str | None
     offload_states: str | None
     delayed_update: bool | int | None
-    overlap: int
+    overlap: int | None
     compiled: bool
     reduce_dtype: str | None
     params: Mapping[str, str] | None

@@ -1,17 +1,22 @@
 """Tensor parallelism's collectives run beside its products: which ops of a plan go in pieces, and whether that pays.
 
-A product whose rows are gathered for it alone, and a forward one whose sums are scattered over rows, become strategies
-in pieces (`rules.expansions.overlap`). Backward, an input's gradient is left whole where it is scattered: the product
-for the weight's gradient, which needs nothing of it, already runs beside that collective. The plan is lowered and
-simulated again with 2, 4, ... pieces, up to as many as allowed, and the fastest that fits counts: allowing more is
-never worse.
+A product whose rows are gathered for it, and a forward one whose sums are scattered over rows, become strategies in
+pieces (`rules.expansions.overlap`). Products that read the same rows each gather them then, which pays where links have
+nothing else to do. Backward, an input's gradient is left whole where it is scattered: the product for the weight's
+gradient, which needs nothing of it, already runs beside that collective.
 
-Limits: all segments of a choice go in as many pieces, and every product that can goes in pieces.
+Which products go in pieces is chosen on a step of few microbatches and alike layers, group by group of those that read
+the same rows (`best_pieces`); the plan is lowered and simulated again so, and kept where it is faster and fits. Plans
+of several stages are lowered with all of them in 2, 4, ... pieces, up to as many as allowed.
+
+Limits: all segments of a choice go in as many pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -20,11 +25,19 @@ from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.plan import KindChoice, Plan, Stage
 from paraplan.lowering.blocks.forward import chosen_strategies
+from paraplan.planner.pipeline.prices.shorten import runs_of, shortened
+from paraplan.planner.pipeline.prices.stage_timing import microbatch_s
 from paraplan.planner.schedules.full_rounds import as_a_whole
 from paraplan.rules.choices import axis_part, axis_texts
 from paraplan.rules.expansions.overlap import GATHER, PRODUCTS, SCATTER, Pieces
 from paraplan.rules.strategies import Strategy, dims_of, is_expanded, strategy_named
 from paraplan.rules.time_axis import KindMicro, program_micro
+
+Product = tuple[int, int]
+"""Of a stage, the number of a choice and of an op of it."""
+WORTH, GROUPS = 0.01, 8
+"""The share of a step that communication is waited for, from which on pieces are tried; groups of products that are
+told apart."""
 
 
 def overlapped(made: Realised, most: int, budget: Budget) -> Realised:
@@ -35,27 +48,83 @@ def overlapped(made: Realised, most: int, budget: Budget) -> Realised:
         most: pieces a product may be in.
         budget: of its devices.
     """
-    best = made
-    for count in piece_counts(most):
-        tried = as_a_whole(in_pieces(made.plan, count))
+    best, simulation = made, made.simulation
+    if simulation.exposed_comm_s < WORTH * simulation.step_s:
+        return made
+    if len(made.plan.stages) == 1:
+        plans = [best_pieces(made.plan, most)]
+    else:
+        plans = [in_pieces(made.plan, count) for count in piece_counts(most)]
+    for plan in plans:
+        tried = made if plan is made.plan else as_a_whole(plan)
         if tried.simulation.step_s < best.simulation.step_s and tried.left_bytes(budget) >= 0:
             best = tried
     return best
 
 
-def in_pieces(plan: Plan, count: int) -> Plan:
-    """The plan with products in so many pieces, where they can; the plan itself where none can."""
+def best_pieces(plan: Plan, most: int) -> Plan:
+    """The plan with the products in pieces with which a microbatch is fastest; the plan itself where none is faster.
+
+    Args:
+        plan: of one stage, lowered and simulated with few of its microbatches and alike layers.
+        most: pieces a product may be in.
+    """
+    counts, short = list(piece_counts(most)), shortened(plan, runs_of(plan))
+    groups = _groups(short.plan, counts[0]) if counts else []
+    best: dict[Product, int] = {}
+    least_s = microbatch_s(short) if groups else 0.0
+    for group in groups:
+        for tried in [best | dict.fromkeys(group, count) for count in counts]:
+            tried_s = microbatch_s(replace(short, plan=in_pieces(short.plan, tried)))
+            if tried_s < least_s:
+                best, least_s = tried, tried_s
+    return in_pieces(plan, best) if best else plan
+
+
+def _groups(plan: Plan, count: int) -> list[frozenset[Product]]:
+    """Products that can go in so many pieces, those together that read the same rows in a phase; those that move most
+    first, and all that move little at last."""
+    (stage,), (pieced,) = plan.stages, in_pieces(plan, count).stages
+    often = Counter(stage.segment_choice)
+    found: dict[tuple[object, ...], list[Product]] = {}
+    nbytes: dict[tuple[object, ...], int] = {}
+    for number, (was, now) in enumerate(zip(stage.choices, pieced.choices, strict=True)):
+        graph = plan.program.kinds[was.kind].graph
+        for at, (before, after) in enumerate(zip(was.ops, now.ops, strict=True)):
+            if before != after:
+                op = graph.ops[at]
+                rows = op.outs[0] if SCATTER in after else op.tensors[0]
+                assert rows is not None
+                key = number, op.phase, rows
+                found.setdefault(key, []).append((number, at))
+                nbytes[key] = often[number] * graph.values[rows].nbytes
+    each = [frozenset(found[key]) for key in sorted(found, key=lambda key: -nbytes[key])]
+    return each if len(each) <= GROUPS else [*each[: GROUPS - 1], frozenset().union(*each[GROUPS - 1 :])]
+
+
+def in_pieces(plan: Plan, count: int | Mapping[Product, int]) -> Plan:
+    """The plan with products in so many pieces, where they can; the plan itself where none can.
+
+    Args:
+        plan: any.
+        count: of pieces, of all products or of some.
+    """
     micro = program_micro(plan.program, plan.num_microbatches)
     stages = []
     boundary = boundary_layouts(plan, micro.segments)
     for stage in plan.stages:
         first = {choice: stage.first + at for at, choice in reversed([*enumerate(stage.segment_choice)])}
         choices = tuple(
-            _pieced(plan, stage, choice, first[index], boundary, micro.segments, count)
+            _pieced(plan, stage, choice, first[index], boundary, micro.segments, _counts(count, index))
             for index, choice in enumerate(stage.choices)
         )
         stages.append(msgspec.structs.replace(stage, choices=choices))
     return plan if tuple(stages) == plan.stages else msgspec.structs.replace(plan, stages=tuple(stages))
+
+
+def _counts(count: int | Mapping[Product, int], choice: int) -> Callable[[int], int]:
+    """In how many pieces an op of a choice is to go; 1: in none."""
+    return lambda op: count if isinstance(count, int) else count.get((choice, op), 1)
 
 
 def piece_counts(most: int) -> Iterator[int]:
@@ -73,9 +142,9 @@ def _pieced(
     segment: int,
     boundary: dict[str, Layout],
     micros: tuple[KindMicro, ...],
-    count: int,
+    count: Callable[[int], int],
 ) -> KindChoice:
-    """The choice with its products in pieces."""
+    """The choice with its products in pieces, of every op as many as are asked for."""
     program, micro = plan.program, micros[segment]
     kind, of = program.kinds[choice.kind], program.segments[segment]
     graph, m = kind.graph, plan.num_shares
@@ -92,14 +161,14 @@ def _pieced(
         }
     keys = list(choice.ops)
     for index, (op, strategy) in enumerate(zip(graph.ops, strategies, strict=True)):
-        if op.target in PRODUCTS and strategy.ring_axis < 0:
+        if op.target in PRODUCTS and strategy.ring_axis < 0 and count(index) > 1:
             wanted = [
                 layout
                 for reader, how in zip(graph.ops, strategies, strict=True)
                 for name, layout in zip(reader.tensors, how.inputs, strict=True)
                 if name == op.outs[0] and reader.phase is op.phase
             ]
-            for key in _keys(op, graph, strategy, home.get(op.tensors[0]), wanted, count):
+            for key in _keys(op, graph, strategy, home.get(op.tensors[0]), wanted, count(index)):
                 if strategy_named(op, graph.values, stage.mesh.shape, key, micro.choices[index], m) is not None:
                     keys[index] = key
                     break

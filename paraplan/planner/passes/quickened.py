@@ -33,7 +33,7 @@ def quickened(best: Candidate, limits: SolveLimits, constraints: Constraints) ->
     """
     made, budget = Realised(best.plan, programs_of(best.plan), best.simulation), int(limits.memory_bytes)
     made = gathered(cast_once(made, budget), budget)
-    made = overlapped(reducing(made, budget), constraints.overlap, budget)
+    made = overlapped(reducing(made, budget), constraints.most_pieces, budget)
     return placed(replace(best, plan=made.plan, simulation=made.simulation), limits, constraints)
 
 

@@ -26,6 +26,7 @@ from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, chain_memory, cut_
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.open_choices import check_turns, count_stages, first_microbatches, usual_schedule
 from paraplan.planner.pipeline.pipeline import activations_of, pipelined, with_activations
+from paraplan.planner.pipeline.prices.in_pieces import in_best_pieces
 from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.presets import preset_activations
@@ -271,7 +272,8 @@ class PipelineCase:
 
     def _plan(self, sharding: Sharding, bounds: Bounds, activations: Activations, every: int) -> Plan:
         options = sharding.decisions.options.but(params_ahead=self.params_ahead)
-        decisions = replace(sharding.decisions, activations=activations, options=options)
+        pieced = in_best_pieces(sharding, self.constraints.most_pieces)
+        decisions = replace(pieced.decisions, activations=activations, options=options)
         whole = assemble(self.part, decisions)
         whole = msgspec.structs.replace(whole, reduce_every=every, reducing_bytes=self.budget // ROOM)
         return pipelined(whole, self.job.cluster, bounds, self.schedule, holders_of(self.orders))

@@ -36,7 +36,6 @@ from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, 
 from paraplan.planner.passes.gather_timing import gathered
 from paraplan.planner.passes.grad_reductions import reducing
 from paraplan.planner.passes.message_parts import parted
-from paraplan.planner.passes.overlap_products import overlapped
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline import activations_of, rescheduled
@@ -265,8 +264,8 @@ def _with_shardings(
 
 
 def _quickened(best: Realised, constraints: Constraints, budget: Budget, times: float) -> Realised:
-    """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, products in
-    pieces, the host's updates one step late, and states that come to theirs ahead.
+    """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, the
+    host's updates one step late, and states that come to theirs ahead.
 
     `times` is how much longer a step with all microbatches is.
     """
@@ -276,7 +275,7 @@ def _quickened(best: Realised, constraints: Constraints, budget: Budget, times: 
         return made.simulation.step_s if made.left_bytes(budget) >= 0 and not made.over_bytes else math.inf
 
     made = parted(gathered(cast_once(best, budget), budget, times), budget)
-    made = overlapped(reducing(made, budget), constraints.overlap, budget)
+    made = reducing(made, budget)
     plan = choose_ahead(choose_delay(made.plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
     return made if plan == made.plan else realised(plan)
 

@@ -13,7 +13,9 @@ from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realise
+from paraplan.planner.passes.overlap_products import in_pieces
 from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.schedules.full_rounds import as_a_whole
 from paraplan.planner.search import search
 from paraplan.planner.sharding.formulate import formulate
 from paraplan.planner.sharding.network.cost_network import Network
@@ -64,7 +66,7 @@ def test_no_step_is_shorter_than_what_its_rank_computes_and_waits_for(name: str,
 
 def test_what_is_waited_for_raises_the_bound_of_pinned_tensor_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_on("llama", gpus())
-    pins = Constraints(tp=4, microbatches=1)
+    pins = Constraints(tp=4, microbatches=1, overlap=1)
     with_waits = search(job, pins).plan
     monkeypatch.setattr(
         "paraplan.planner.sharding.solve.proof_network", lambda job, space, problem, pins: problem.network
@@ -74,9 +76,33 @@ def test_what_is_waited_for_raises_the_bound_of_pinned_tensor_parallelism(monkey
     assert without.certificate.bound_s * 1.1 < with_waits.certificate.bound_s <= with_waits.prediction.step_s
 
 
-def test_products_in_pieces_are_outside_of_it() -> None:
-    job = job_on("llama", gpus())
-    plan = search(job, Constraints(tp=4, sp=True, microbatches=1, overlap=4)).plan
-    assert plan.certificate is not None and plan.prediction is not None
-    assert 0.0 < plan.certificate.bound_s <= plan.prediction.step_s
-    assert not any("fault" in note for note in plan.notes)
+def test_of_products_in_pieces_as_much_is_waited_for_as_pieces_leave() -> None:
+    job, bounds = job_on("llama", gpus()), list[float]()
+    for most in (1, 4, 1024):
+        plan = search(job, Constraints(tp=4, sp=True, microbatches=1, overlap=most)).plan
+        assert plan.certificate is not None and plan.prediction is not None
+        assert 0.0 < plan.certificate.bound_s <= plan.prediction.step_s
+        assert not any("fault" in note for note in plan.notes)
+        bounds.append(plan.certificate.bound_s)
+    whole, quarters, none = bounds
+    assert none < 0.95 * quarters < quarters < 0.95 * whole
+
+
+def test_no_step_in_pieces_is_shorter_than_what_its_rank_computes_and_waits_for() -> None:
+    job, pins, num_pieced = job_on("llama", gpus()), Constraints(tp=4, sp=True, microbatches=1), 0
+    mesh = candidate_meshes(job, pins)[0]
+    space = problem_of(job, mesh, 1, pins)
+    problem = formulate(space)
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        tried = [p * rng.uniform(1, 2, (len(p), 1)) for p in problem.network.prices]
+        found = optimise(Network(tuple(tried), problem.network.factors), 5.0, 0.1, "mathopt-highs")
+        assert found.choices is not None
+        decisions = decisions_of(job, space, mesh, 1, found.choices[: len(space.deciders)], fixed=False)
+        plain = realise(job, decisions, float(1 << 60))
+        for count in (2, 4, 8):
+            pieced = in_pieces(plain.plan, count)
+            num_pieced += pieced is not plain.plan
+            serial = with_serial(job, space, problem, count).work(found.choices)[-1]
+            assert serial <= as_a_whole(pieced).simulation.step_s * (1 + 1e-9)
+    assert num_pieced

@@ -20,6 +20,7 @@ from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
 from paraplan.planner.pipeline.cuts.stage_cuts import cut_evenly
 from paraplan.planner.pipeline.pipeline import pipelined
+from paraplan.planner.pipeline.prices.shorten import Shortened
 from paraplan.planner.schedules.complete import complete
 from paraplan.planner.schedules.schedule_problem import at
 from paraplan.rules.time_axis import program_micro
@@ -82,6 +83,18 @@ def timed(plan: Plan) -> StepTimes:
     once_s = _reduced_s(trace, seen[-1] if seen else 0), _once_s(trace, seen, shown), _gathered_s(trace)
     forward_s, backward_s, *halves_s = own.values()
     return StepTimes(forward_s, backward_s, (halves_s[0], halves_s[1]), once_s, _above(trace, programs[0]))
+
+
+def microbatch_s(short: Shortened) -> float:
+    """What a middle microbatch takes of the plan that a shorter one stands for.
+
+    Args:
+        short: of one stage.
+    Raises:
+        InvalidPlanError: it cannot be lowered.
+    """
+    found = timed(few_microbatches(short.plan))
+    return sum(found.forward_s[index] + found.backward_s[index] for index in short.stands_for)
 
 
 def _reduced_s(trace: RankTrace, last: int) -> float:

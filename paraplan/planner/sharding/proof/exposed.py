@@ -10,8 +10,9 @@ for a value's collectives are issued after the window's begin, one hop after ano
 they take of the compute stream meanwhile (`Moves.least_waited`) is in the first sum and not counted again. The
 right side is a sum over choices, hence a stream of the network like any other (`serial`), appended to those of the
 prices. Windows taken: those inside of which next to nothing is computed, of the largest values first. Not among them
-are values that share collectives with others (parameters, their gradients) and what was saved by a forward. Plans whose
-products go in pieces beside their collectives are outside of it.
+are values that share collectives with others (parameters, their gradients) and what was saved by a forward. Where a
+product goes in pieces beside its collectives, the last of them at least, or the first, is waited for: of what links
+take, as much counts as pieces leave of it at least.
 
 Source of the argument: a step is no shorter than any path through what depends on each other.
 """
@@ -145,25 +146,26 @@ def _reduces(job: Job, space: Space, ends: _Ends) -> int:
 
 
 def proof_network(job: Job, space: Space, problem: Formulation, constraints: Constraints) -> Network:
-    """The network that bounds a step: with what is waited for, where products do not go in pieces beside it.
+    """The network that bounds a step: with what is waited for.
 
     Args:
         job, space: what is planned, and its options.
         problem: the network of the space.
         constraints: what is pinned.
     """
-    return problem.network if constraints.overlap > 1 else with_serial(job, space, problem)
+    return with_serial(job, space, problem, constraints.most_pieces)
 
 
-def with_serial(job: Job, space: Space, problem: Formulation) -> Network:
+def with_serial(job: Job, space: Space, problem: Formulation, most: int = 1) -> Network:
     """The network with a last stream: what a rank computes, and waits for in windows.
 
     Args:
         job, space, problem: as of `proof_network`.
+        most: pieces that a product may be in.
     """
     network = problem.network
     found = windows(job, space)
-    waited = _waited(space)
+    waited = _waited(space) / most
     inside = {decider for window in found for decider in window.inside}
     reduces = {window.reduces for window in found}
 

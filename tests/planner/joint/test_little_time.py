@@ -1,0 +1,83 @@
+"""With little time what is found is no plan that others are many times as fast as."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paraplan.ir.process.memo import release_caches
+from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.combinations import combinations
+from paraplan.planner.joint.drafting import PlanningEffort
+from paraplan.planner.joint.estimate import Estimate
+from paraplan.planner.joint.estimating import estimate_best
+from paraplan.planner.joint.pricing import BATCH, PRICED_SHARE, Pricing
+from paraplan.planner.joint.search_joint import LATE, POOR, JointSearch
+from paraplan.planner.pipeline.stage_sharding import Shardings
+from tests.captures import zoo_job
+
+FREE = Constraints(recompute="none", reserve_bytes=0)
+
+
+class Stopped(Deadline):
+    """As much of the limit has passed, always.
+
+    Args:
+        share: of it.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__(60.0)
+        self.share = share
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds."""
+        return self.share * self.limit_s
+
+
+@pytest.mark.parametrize(
+    ("fits", "share", "least", "most"),
+    [(True, 0.9, 1, BATCH), (False, 0.9, BATCH + 1, math.inf), (False, 1.0, 1, 1)],
+)
+def test_late_it_goes_on_pricing_until_something_fits_or_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, fits: bool, share: float, least: int, most: float
+) -> None:
+    assert PRICED_SHARE < share
+    job = zoo_job("gpt2", 4)
+    release_caches()
+    pricing = Pricing(job, FREE, device_budget(job.cluster, FREE), lambda _: None, Stopped(share))
+    if not fits:
+        monkeypatch.setattr(pricing, "_least_s", lambda *_: math.inf)
+    pricing.price_all(combinations(job, FREE))
+    assert least <= len(pricing.prices) <= most
+
+
+@pytest.mark.parametrize("times", [0.9 * POOR, 1.1 * POOR])
+def test_a_plan_much_slower_than_others_promise_is_not_what_time_is_kept_for(
+    monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    job, planned = zoo_job("gpt2", 4), list[Estimate]()
+    search = JointSearch(job, FREE, Shardings(lambda *_: pytest.fail("none")), lambda _: None, Stopped(0.9))
+    pricing = Pricing(job, FREE, search.budget, lambda _: None, Deadline(60.0))
+    estimates = [each for each in estimate_best(pricing, combinations(job, FREE), math.inf, []) if each.step_s > 0]
+    search.__dict__["pricing"] = pricing
+    least_s = min(each.step_s for each in estimates)
+    search.drafts.append(_draft(times * least_s))
+    monkeypatch.setattr(PlanningEffort, "seconds", lambda *_: math.inf)
+
+    def plan(estimate: Estimate, _: object = None) -> None:
+        planned.append(estimate)
+        search.drafts.append(_draft(estimate.step_s))
+
+    monkeypatch.setattr(search, "_plan", plan)
+    assert search._plan_promising(estimates) and LATE in search.words
+    assert len(planned) == (times > POOR)
+
+
+def _draft(step_s: float) -> Any:
+    return SimpleNamespace(step_s=step_s, plan=None)
