@@ -68,7 +68,7 @@ class Start:
         within_s: the step of a plan known: where this one's cannot be shorter, it is left.
         is_only: whether no other sharding is tried where nothing fits with this one.
         memory: what rank classes need: what is alive, or what allocators reserve.
-        deadline: after which nothing else is tried once a plan fits; None for none.
+        deadline: after which nothing else is tried once a plan fits, no pass either; None for none.
     """
 
     sharding: Sharding | None = None
@@ -201,7 +201,8 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             raise SolverLimitError(_overflow(case, tried))
         return later
     best = min(fitting, key=taken_s)
-    best = _quickened(best, case.constraints, case.alive_budget(best), case.least_s(best) / taken_s(best))
+    if not start.is_late:
+        best = _quickened(best, case.constraints, case.alive_budget(best), case.least_s(best) / taken_s(best))
     return later if isinstance(later, Realised) and taken_s(later) < taken_s(best) else best
 
 
