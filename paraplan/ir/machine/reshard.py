@@ -297,6 +297,7 @@ def _moves(layout: Layout, options: tuple[tuple[Placement, ...], ...], frozen: i
     return found
 
 
+@SESSION.cached(1 << 14)
 def pads(shape: Dims, move: Move, mesh_shape: Dims) -> bool:
     """Whether a move of a tensor adds padding or drops some.
 

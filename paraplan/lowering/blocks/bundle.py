@@ -19,6 +19,7 @@ from paraplan.ir.machine.mesh import Layout, local_shape
 from paraplan.ir.machine.reshard import Move, pads
 from paraplan.ir.model.strides import contiguous_strides
 from paraplan.ir.model.tensor import TensorSpec
+from paraplan.ir.process.memo import SESSION
 
 if TYPE_CHECKING:
     from paraplan.lowering.blocks.emit import BlockEmitter
@@ -47,6 +48,7 @@ def is_small(spec: TensorSpec, move: Move, mesh_shape: Dims) -> bool:
     return 0 < nbytes <= SMALL_BYTES and not pads(spec.shape, move, mesh_shape)
 
 
+@SESSION.cached(1 << 14)
 def local_bytes(spec: TensorSpec, layout: Layout, mesh_shape: Dims) -> int:
     """Bytes of a rank's part of a tensor.
 

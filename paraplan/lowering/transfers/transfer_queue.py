@@ -95,6 +95,8 @@ class TransferQueue:
             self._ahead.append(_Ahead(consumer.at, list(consumer.transfers)))
         self.begin()
         for index, ahead in enumerate(self._ahead):
+            if not ahead.waiting:
+                continue
             early = [each for each in ahead.waiting if index < self.depth or len(each.blocks) > 2]
             ahead.pending += [self.writer.issue(each) for each in early]
             ahead.waiting = [each for each in ahead.waiting if each not in early]
