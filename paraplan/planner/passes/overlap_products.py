@@ -35,9 +35,9 @@ from paraplan.rules.time_axis import KindMicro, program_micro
 
 Product = tuple[int, int]
 """Of a stage, the number of a choice and of an op of it."""
-WORTH, GROUPS = 0.01, 8
-"""The share of a step that communication is waited for, from which on pieces are tried; groups of products that are
-told apart."""
+WORTH, GAIN, GROUPS = 0.01, 0.005, 8
+"""The share of a step that communication is waited for, from which on pieces are tried; of a microbatch, what they have
+to gain; groups of products that are told apart."""
 
 
 def overlapped(made: Realised, most: int, budget: Budget) -> Realised:
@@ -72,13 +72,13 @@ def best_pieces(plan: Plan, most: int) -> Plan:
     counts, short = list(piece_counts(most)), shortened(plan, runs_of(plan))
     groups = _groups(short.plan, counts[0]) if counts else []
     best: dict[Product, int] = {}
-    least_s = microbatch_s(short) if groups else 0.0
+    least_s = whole_s = microbatch_s(short) if groups else 0.0
     for group in groups:
         for tried in [best | dict.fromkeys(group, count) for count in counts]:
             tried_s = microbatch_s(replace(short, plan=in_pieces(short.plan, tried)))
             if tried_s < least_s:
                 best, least_s = tried, tried_s
-    return in_pieces(plan, best) if best else plan
+    return in_pieces(plan, best) if least_s < (1 - GAIN) * whole_s else plan
 
 
 def _groups(plan: Plan, count: int) -> list[frozenset[Product]]:
