@@ -88,8 +88,7 @@ class Instr(Value, frozen=True, kw_only=True):
             stores go the other way), "lift" (disk only: makes one in the host's memory), "store" (overwrites a value
             on the tier, what it issues is a view of that) and "keep" (the same while nothing comes the other way).
         args, kwargs: as in `ir.model.graph`, names local to the block. Collectives: ("%input", reduce op or ""), and
-        four
-            more where `Collective.uneven`. Copies: ("%input", ":tier"), and of "store" and "keep" the value
+            four more where `Collective.uneven`. Copies: ("%input", ":tier"), and of "store" and "keep" the value
             overwritten. WAIT: ("%issued",), followed by the input of the collective or copy where that must live until
             then (not where `Collective.in_place`: it works on a copy, or on its input where what it issues is a view).
             What a block issued may be waited for in a later one.
@@ -97,8 +96,7 @@ class Instr(Value, frozen=True, kw_only=True):
         axis: mesh axis a collective runs over, and its WAIT; -1 otherwise.
         frees: names dropped afterwards.
         workspace_bytes: the most an op allocates and drops inside.
-        kernel: as which kernel an op runs (`ir.machine.kernel_choice`); "" for the reference kernel, which runs
-        anywhere.
+        kernel: as which kernel an op runs (`ir.machine.kernel_choice`); "" for the reference one, which runs anywhere.
         origin: index of the joint graph's op this serves; -1 for none.
         layout_change: whether it belongs to a change of layout, not to the op itself.
         work: (flops, bytes moved) where the user registered what the op costs; bytes -1 where only flops.
@@ -192,11 +190,16 @@ def in_place(block: Block, instr: Instr) -> bool:
     return instr.kind is InstrKind.COLLECTIVE and issued is not None and block.values[issued].base != issued
 
 
+PIECES = frozenset({"paraplan.linear_into_", "paraplan.linear_rows"})
+"""What products in pieces become."""
+
+
 def is_compiled(block: Block) -> bool:
     """Whether a block is one of those given to torch.compile: a segment's forward or backward, whole, without copies to
-    or from a tier and waits for them (no compiler sees threads and files)."""
+    or from a tier and waits for them (no compiler sees threads and files), or products in pieces (compiled wrong)."""
     copies = any(i.kind is InstrKind.COPY or (i.kind is InstrKind.WAIT and i.axis < 0) for i in block.instrs)
-    return block.role in (BlockRole.FORWARD, BlockRole.BACKWARD) and not copies
+    pieces = any(i.target in PIECES for i in block.instrs)
+    return block.role in (BlockRole.FORWARD, BlockRole.BACKWARD) and not copies and not pieces
 
 
 class StepKind(Enum):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from paraplan.ir.execution.offsets import parse_offset
-from paraplan.ir.execution.rank_program import Block, Instr, InstrKind, LocalValue
+from paraplan.ir.execution.rank_program import PIECES, Block, Instr, InstrKind, LocalValue
 from paraplan.ir.model.graph import Arg, ArgKind, arg_kind, arg_text, target_parts
 from paraplan.ir.process.memo import SESSION
 from paraplan.ir.struct import Value
@@ -28,7 +28,6 @@ from paraplan.runtime.executing.torch_private import storage_key, storage_of
 
 NAMESPACE = "paraplan_block"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-_PRODUCTS = frozenset({"paraplan.linear_into_", "paraplan.linear_rows"})
 
 
 class _Call(Value, frozen=True, kw_only=True):
@@ -76,7 +75,7 @@ def _is_opaque(instr: Instr) -> bool:
     if instr.kind is not InstrKind.OP or not target_parts(instr.target).is_canonical:
         return False
     inside = targets.resolve(instr.target, instr.kernel)
-    return inside not in instructions.LAYOUT_KERNELS or instr.target in _PRODUCTS
+    return inside not in instructions.LAYOUT_KERNELS or instr.target in PIECES
 
 
 class _Caller:

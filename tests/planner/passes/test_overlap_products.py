@@ -16,6 +16,7 @@ from paraplan.codegen import build_modules
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.live_bytes import entries
+from paraplan.ir.execution.rank_program import PIECES, is_compiled
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
@@ -69,6 +70,9 @@ def test_pieces_give_the_single_devices_numbers(
     assert found == {"gather", "scatter"}
     programs = verify_plan(plan)
     assert_told(plan, programs)
+    blocks = [block for program in programs for block in program.blocks.values()]
+    pieced = [block for block in blocks if any(instr.target in PIECES for instr in block.instrs)]
+    assert pieced and not any(map(is_compiled, pieced)) and any(map(is_compiled, blocks))
     trainer = InProcessTrainer(plan, programs, [build_modules(each) for each in programs], model)
     tensors = dict(model.named_parameters(remove_duplicate=False))
     params = {key: tensors[key].detach().clone() for key in program.params}

@@ -33,11 +33,11 @@ def job_on(name: str, cluster: ClusterSpec) -> Job:
     return Job(program_of(name, 0.0, "fp32"), cluster, OPTIMIZERS["adamw"], ModelRef(display=name), {})
 
 
-def gpus() -> ClusterSpec:
+def gpus(slow: float = SLOW) -> ClusterSpec:
     """Four GPUs of a node, without what a launch takes: small ops cost what they compute."""
     cluster = parse_cluster("4xH100:1")
     (group,) = cluster.groups
-    link = msgspec.structs.replace(group.in_node, bytes_per_s=group.in_node.bytes_per_s / SLOW)
+    link = msgspec.structs.replace(group.in_node, bytes_per_s=group.in_node.bytes_per_s / slow)
     return msgspec.structs.replace(cluster, groups=(msgspec.structs.replace(group, in_node=link),))
 
 
@@ -74,6 +74,15 @@ def test_what_is_waited_for_raises_the_bound_of_pinned_tensor_parallelism(monkey
     without = search(job, pins).plan
     assert with_waits.certificate is not None and without.certificate is not None and with_waits.prediction is not None
     assert without.certificate.bound_s * 1.1 < with_waits.certificate.bound_s <= with_waits.prediction.step_s
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_that_wait_for_other_microbatches_are_reduced_once(zero: int) -> None:
+    job = job_on("llama", gpus(64 * SLOW))
+    plan = search(job, Constraints(dp=4, pp=1, zero=zero, microbatches=2)).plan
+    assert plan.certificate is not None and plan.prediction is not None and plan.reduce_every == 2
+    assert 0.5 * plan.prediction.step_s < plan.certificate.bound_s <= plan.prediction.step_s
+    assert not any("fault" in note for note in plan.notes)
 
 
 def test_of_products_in_pieces_as_much_is_waited_for_as_pieces_leave() -> None:

@@ -19,8 +19,9 @@ Source of the argument: a step is no shorter than any path through what depends 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -146,14 +147,25 @@ def _reduces(job: Job, space: Space, ends: _Ends) -> int:
 
 
 def proof_network(job: Job, space: Space, problem: Formulation, constraints: Constraints) -> Network:
-    """The network that bounds a step: with what is waited for.
+    """The network that bounds a step: with what is waited for, and gradients brought to where they accumulate once.
 
     Args:
         job, space: what is planned, and its options.
         problem: the network of the space.
         constraints: what is pinned.
     """
-    return with_serial(job, space, problem, constraints.most_pieces)
+    return _reduced_once(job, space, problem, with_serial(job, space, problem, constraints.most_pieces))
+
+
+def _reduced_once(job: Job, space: Space, problem: Formulation, network: Network) -> Network:
+    """The network with gradients brought to where they accumulate once a step: a plan may add those of several
+    microbatches up before (`Plan.reduce_every`)."""
+    kinds, factors = Counter(segment.kind for segment in job.program.segments), list(network.factors)
+    for transfer, number in zip(space.transfers, problem.factors, strict=True):
+        least = kinds[transfer.kind]
+        if transfer.name in job.program.kinds[transfer.kind].param_grads and transfer.count > least:
+            factors[number] = replace(factors[number], prices=factors[number].prices * (least / transfer.count))
+    return Network(network.prices, tuple(factors), network.rows)
 
 
 def with_serial(job: Job, space: Space, problem: Formulation, most: int = 1) -> Network:
