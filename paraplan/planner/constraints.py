@@ -51,8 +51,8 @@ from paraplan.planner.schedules.named import NAMED
 
 MODEL, PARALLELISM, PIPELINE = "Model and batch", "Parallelism", "Pipeline"
 MEMORY, EXECUTION = "Memory", "Execution"
-PIECES = 4
-"""That products go in at most, where nobody says."""
+MOST_PIECES = 4
+"""Pieces that products go in at most, where nobody says."""
 
 
 @documented
@@ -231,7 +231,7 @@ class Constraints(Options, frozen=True, kw_only=True):
     @property
     def most_pieces(self) -> int:
         """In how many pieces at most a product goes."""
-        return PIECES if self.overlap is None else self.overlap
+        return MOST_PIECES if self.overlap is None else self.overlap
 
     @property
     def tiers(self) -> tuple[str, ...]:

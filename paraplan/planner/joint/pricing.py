@@ -129,7 +129,7 @@ class Pricing:
         alone = [at for at, (kind, _) in enumerate(waiting) if kind[1] == 1 and kind[2]]
         if alone and self.job.cluster.num_devices <= SMALL:  # positions of a device have no shardings to choose among
             waiting.insert(0, waiting.pop(alone[0]))
-        while waiting and not (self.prices and self._is_enough):
+        while waiting and not (self.prices and self._late and (self._has_fitting or self.deadline.is_over)):
             batch: list[tuple[Kind, Way]] = []
             for kind, way in tuple(waiting):
                 if any(other in (way, way.of) for _, other in batch):
@@ -146,7 +146,7 @@ class Pricing:
                 way.add(kind[3], self.prices[kind])
                 kind_s = self._least_s(needed[kind], [each.totals for each in self.prices[kind]])
                 self._has_fitting |= math.isfinite(kind_s)
-                best_s = min(best_s, kind_s) if rivals else best_s
+                best_s = min(best_s, kind_s if rivals else math.inf)
 
     def _price(
         self, kinds: Mapping[Kind, Sequence[Decisions]], needed: dict[Kind, list[Combination]], best_s: float
@@ -245,11 +245,6 @@ class Pricing:
         return ClosedForm(self.job.cluster, self.budget)
 
     @property
-    def _is_enough(self) -> bool:
-        """Whether nothing else is to be priced: it is late, and something fits, or all time is up."""
-        return self._late and (self._has_fitting or self.deadline.is_over)
-
-    @property
     def _late(self) -> bool:
         return self.deadline.passed_s > PRICED_SHARE * self.deadline.limit_s
 
@@ -275,9 +270,9 @@ class Pricing:
             self.faults.append(fault)
             return ()
         found.sort(key=lambda each: sum(each.seconds))
-        leaner, least = list[StagePrices](), math.inf
+        leaner, least, fewest = list[StagePrices](), math.inf, _fewest(combinations)
         for each in found:
-            kept = each.kept_bytes(each.shape) + _fewest(combinations) * each.saved_bytes
+            kept = each.kept_bytes(each.shape) + fewest * each.saved_bytes
             if kept < least:
                 least = kept
                 leaner.append(each)
@@ -306,8 +301,9 @@ class Pricing:
             for prices in priced_front(part, inner, mesh, combination.microbatches, limits, SHARES, fewest):
                 found.append(prices)
                 kept = found[-1].kept_bytes(widest) + fewest * _saved(prices)
-                fits = math.isfinite(self._least_s(combinations, [each.totals for each in found]))
-                if (fits and self._late) or kept <= ENOUGH * self.budget * fewest:
+                if kept <= ENOUGH * self.budget * fewest:
+                    break
+                if self._late and math.isfinite(self._least_s(combinations, [each.totals for each in found])):
                     break
                 if self._least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
                     break

@@ -20,6 +20,8 @@ def in_best_pieces(sharding: Sharding, most: int) -> Sharding:
     Args:
         sharding: of one position's devices.
         most: pieces a product may be in.
+    Raises:
+        InvalidPlanError: it cannot be lowered.
     """
     return _PIECED.get((Same(sharding), most), lambda: _pieced(sharding, most))
 

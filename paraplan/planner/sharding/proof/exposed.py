@@ -11,8 +11,8 @@ they take of the compute stream meanwhile (`Moves.least_waited`) is in the first
 right side is a sum over choices, hence a stream of the network like any other (`serial`), appended to those of the
 prices. Windows taken: those inside of which next to nothing is computed, of the largest values first. Not among them
 are values that share collectives with others (parameters, their gradients) and what was saved by a forward. Where a
-product goes in pieces beside its collectives, the last of them at least, or the first, is waited for: of what links
-take, as much counts as pieces leave of it at least.
+product goes in pieces beside its collectives, the first or the last of these is waited for all the same: with n pieces
+allowed, an n-th of what links take counts.
 
 Source of the argument: a step is no shorter than any path through what depends on each other.
 """
