@@ -34,6 +34,7 @@ from paraplan.planner.joint.drafting import no_room
 from paraplan.planner.joint.search_joint import JointSearch, search_joint
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.mixed.search_mixed import allows_mixed, search_mixed
+from paraplan.planner.one_stage.candidate_passes import passed
 from paraplan.planner.one_stage.data_parallel import add_data_parallel
 from paraplan.planner.one_stage.failures import Failure, failure, not_tried
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
@@ -42,7 +43,7 @@ from paraplan.planner.one_stage.solved_meshes import SolvedMeshes
 from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.leanest import what_would_do
 from paraplan.planner.passes.placement_note import places_note
-from paraplan.planner.passes.quickened import placed, quickened
+from paraplan.planner.passes.update_placement import placed
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline import alone_note
@@ -141,7 +142,7 @@ def find(
         advice = partial(what_would_do, job, solved.meshes[0], constraints, time_limit_s)
         raise kind(said, lambda: f"{words()}{advice()}") from None
     if constraints.delayed_update is not None:
-        solved.found = [placed(candidate, limits, constraints) for candidate in solved.found]
+        solved.found = [passed(candidate, limits, constraints, placed) for candidate in solved.found]
     plan = with_pins(_fastest(solved, limits, constraints, unpriced), asked)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_alike_note(plan)))
     if plan.profile is not None:
@@ -183,7 +184,7 @@ def _fastest(solved: SolvedMeshes, limits: SolveLimits, constraints: Constraints
     found = solved.found
     best = min(found, key=lambda candidate: candidate.simulation.step_s)
     try:
-        best = quickened(best, limits, constraints)
+        best = passed(best, limits, constraints)
     except KeyboardInterrupt as fault:
         solved.interrupted(fault)
     unsolved = len(solved.skipped) + len(solved.late)

@@ -95,7 +95,7 @@ def test_an_interrupt_as_a_bound_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_interrupt_as_a_plan_is_quickened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "quickened", interrupt)
+    monkeypatch.setattr(search_module, "passed", interrupt)
     best = search_room(four(), Constraints(pp=1, dp=4, microbatches=1))
     certificate = best.plan.certificate
     assert best.is_interrupted and certificate is not None and certificate.status == "feasible"

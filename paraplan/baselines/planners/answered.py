@@ -17,10 +17,10 @@ from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import assemble
 from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.one_stage.roomier import needed_bytes
-from paraplan.planner.passes.cast_holding import cast_once
-from paraplan.planner.passes.grad_reductions import ROOM, reducing
-from paraplan.planner.passes.message_parts import parted
-from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.passes.grad_reductions import ROOM
+from paraplan.planner.passes.overlap_products import best_pieces
+from paraplan.planner.passes.pass_context import PassContext
+from paraplan.planner.passes.quickened import quickened
 from paraplan.planner.pipeline.pipeline import pipelined
 from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.schedules.complete import complete
@@ -41,8 +41,7 @@ def answered(task: Task, answer: Answer) -> BestPlan:
     began = time.perf_counter()
     made = realised(planned(task, answer))
     _check_room(task, made)
-    made = parted(cast_once(made, task.budget), task.budget)
-    made = overlapped(reducing(made, task.budget), answer.pins.most_pieces, task.budget)
+    made = quickened(made, PassContext(task.budget, answer.pins))
     plan = with_reserved(_told(made), made.programs, task.budget)
     looks = answer.pins.reserve_bytes != 0 and task.job.cluster.backend == "cuda"
     if looks and needed_bytes(plan) > task.budget:
@@ -75,7 +74,7 @@ def planned(task: Task, answer: Answer) -> Plan:
         raise ConstraintError(f"an answer with pp={pins.pp} says no stages")
     orders = named_orders(name, pins.pp or 1, count, len(pins.stages) // (pins.pp or 1))
     schedule = complete(name, orders, num_replicas=NAMED[name].num_replicas)
-    whole = msgspec.structs.replace(whole, reducing_bytes=task.budget // ROOM)
+    whole = msgspec.structs.replace(best_pieces(whole, pins.most_pieces), reducing_bytes=task.budget // ROOM)
     stages = (*pins.stages[:-1], (pins.stages[-1][0], len(program.segments)))
     return pipelined(whole, task.job.cluster, stages, schedule, holders_of(orders))
 

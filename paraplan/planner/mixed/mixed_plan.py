@@ -17,13 +17,11 @@ from paraplan.ir.plan import Plan, Stage
 from paraplan.planner.assemble import Job, assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.mixed.positions import MixedPipeline, Position, device_budgets
-from paraplan.planner.passes.cast_holding import cast_once
-from paraplan.planner.passes.grad_reductions import ROOM, reducing
-from paraplan.planner.passes.message_parts import parted
-from paraplan.planner.passes.overlap_products import overlapped
+from paraplan.planner.passes.grad_reductions import ROOM
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.open_choices import check_turns
 from paraplan.planner.pipeline.pipeline import cut_stages, on_meshes
+from paraplan.planner.pipeline.prices.in_pieces import in_best_pieces
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.recompute.stage_memory import Activations, Cell, Options, recomputing
 from paraplan.planner.schedules.complete import complete
@@ -95,11 +93,6 @@ class MixedCase:
         over, of = made.over_budget_bytes(self.budgets), made.plan.schedule.rank_class
         return tuple(max(0, *(over[of[device]] for device in each.mesh.devices)) for each in self.positions)
 
-    def quickened(self, made: Realised) -> Realised:
-        """The plan with what makes its step shorter in the same layouts."""
-        made = reducing(parted(cast_once(made, self.budgets), self.budgets), self.budgets)
-        return overlapped(made, self.constraints.most_pieces, self.budgets)
-
     def _options(self, cell: Cell) -> Options:
         return self._position_of[cell[0]].prices.sharding.options
 
@@ -126,7 +119,8 @@ class MixedCase:
             position = self._position_of[stage]
             sharding = position.prices.sharding
             if id(sharding) not in wholes:
-                decisions = replace(sharding.decisions, activations=activations)
+                pieced = in_best_pieces(sharding, self.constraints.most_pieces)
+                decisions = replace(pieced.decisions, activations=activations)
                 wholes[id(sharding)] = assemble(sharding.job, decisions)
             stages += cut_stages(program, wholes[id(sharding)].stages[0], [bound], [position.mesh])
         whole, *others = wholes.values()

@@ -42,6 +42,8 @@ from paraplan.planner.mixed.shares import least_s, quick_s, shared_s
 from paraplan.planner.mixed.span_prices import SpanPrices, divides
 from paraplan.planner.mixed.work_bound import certified_by_work
 from paraplan.planner.passes.grad_reductions import ROOM
+from paraplan.planner.passes.pass_context import PassContext
+from paraplan.planner.passes.quickened import quickened
 from paraplan.planner.pipeline.open_choices import count_stages, usual_schedule
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED
@@ -300,9 +302,9 @@ class MixedSearch:
             if better is None:
                 break
             made = better
-        every = [found.whole]
+        every, times = [found.whole], found.whole.simulation.step_s / made.simulation.step_s
         with suppress(ParaplanError):
-            every.append(case.whole(case.quickened(made)))
+            every.append(case.whole(quickened(made, PassContext(case.budgets, case.constraints, times, self.deadline))))
         return min((each for each in every if case.fits(each)), key=lambda each: each.simulation.step_s)
 
     def _shifted(self, case: MixedCase, made: Realised, pricer: MixedPricer) -> Realised | None:

@@ -14,10 +14,10 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import FLOOR, Deadline
 from paraplan.planner.interrupts import handing_on
+from paraplan.planner.one_stage.candidate_passes import by_places
 from paraplan.planner.one_stage.failures import Failure, not_tried
 from paraplan.planner.options.placements import ANY, ON_DEVICE
 from paraplan.planner.passes.op_by_op import solve_op_by_op
-from paraplan.planner.passes.quickened import by_places
 from paraplan.planner.pipeline.microbatches import MOST_ORDERED, most_first, other_counts, usual_counts
 from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
 from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh

@@ -10,7 +10,7 @@ from paraplan.ir.step_options import ROOMY
 from paraplan.planner.assemble import Job, decided
 from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.passes.quickened import quickened
+from paraplan.planner.one_stage.candidate_passes import passed
 from paraplan.planner.recompute.split import fit_split, work_s
 from paraplan.planner.recompute.stage_recompute import Unfit
 from paraplan.planner.sharding.solve import Candidate, SolveLimits
@@ -39,4 +39,4 @@ def refitted(job: Job, plan: Plan, constraints: Constraints, limit_bytes: int, w
         return None
     candidate = Candidate(found.plan, found.simulation, work_s(found.simulation), 0.0, "feasible", 0.0, True)
     limits = SolveLimits(time_s=within_s, memory_bytes=limit_bytes, certify=False)
-    return certified(quickened(candidate, limits, constraints), 0.0, 1)
+    return certified(passed(candidate, limits, constraints), 0.0, 1)

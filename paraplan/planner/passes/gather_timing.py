@@ -13,26 +13,21 @@ from collections import Counter
 import msgspec
 
 from paraplan.cost_models.predict import plan_costs
-from paraplan.cost_models.realised_plan import Budget, Realised
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.execution.rank_program import BlockRole
 from paraplan.ir.execution.streams import COMPUTE, Stream
 from paraplan.planner.evaluate_plan import gathers_often
+from paraplan.planner.passes.pass_context import PassContext
 from paraplan.planner.schedules.full_rounds import as_a_whole, num_lowered, num_run
 
 WORTH = 0.02
 """The share of a step that gathers may make longer, from which on another time is tried."""
 
 
-def gathered(made: Realised, budget: Budget, times: float = 1.0) -> Realised:
-    """The plan with parameters gathered where they are read, or each alone, where it is faster so and fits.
-
-    Args:
-        made: the plan.
-        budget: bytes that devices may hold.
-        times: how much longer a step is that has all microbatches, where the plan has the first of them.
-    """
+def gathered(made: Realised, context: PassContext) -> Realised:
+    """The plan with parameters gathered where they are read, or each alone, where it is faster so and fits."""
     plan, simulation = made.plan, made.simulation
-    longer = 1.0 if gathers_often(made.programs) else times
+    longer = 1.0 if gathers_often(made.programs) else context.times
     if plan.memory_actions is not None or delayed_s(made) < WORTH * simulation.step_s * longer:
         return made
     options = plan.options
@@ -40,7 +35,7 @@ def gathered(made: Realised, budget: Budget, times: float = 1.0) -> Realised:
     found = [
         as_a_whole(msgspec.structs.replace(plan, **msgspec.structs.asdict(each))) for each in tries if each != options
     ]
-    fitting = [each for each in found if each.left_bytes(budget) >= 0 and each.over_bytes == made.over_bytes]
+    fitting = [each for each in found if context.fits(each, made)]
     best = min(fitting, key=lambda each: each.simulation.step_s, default=made)
     return best if best.simulation.step_s < simulation.step_s * (1 - 1e-9) else made
 

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Budget, Realised
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.execution.rank_program import BlockRole, StepKind
 from paraplan.ir.machine.mesh import P, parse_layout
 from paraplan.ir.model.program import trained_params
 from paraplan.ir.plan import Plan, Stage
+from paraplan.planner.passes.pass_context import PassContext
 from paraplan.planner.schedules.full_rounds import as_a_whole
 
 GAIN = 1e-9
@@ -35,24 +36,24 @@ WORTH = 0.005
 """Share of a step that communication is waited for, from which on it is asked whether reductions can wait longer."""
 
 
-def reducing(made: Realised, budget: Budget) -> Realised:
+def reducing(made: Realised, context: PassContext) -> Realised:
     """The plan with gradients reduced after as many microbatches, and as many at a time, as memory allows and is
     faster."""
     worth = WORTH_ROOM if made.plan.reducing_bytes else WORTH
     if made.simulation.exposed_comm_s < worth * made.simulation.step_s:
         return made
-    best = _first_that_fits(made, more_under_way(made.plan, made.left_bytes(budget)), budget)
+    best = _first_that_fits(made, more_under_way(made.plan, made.left_bytes(context.budget)), context)
     if _reduces_often(made):
         for plan in grouped(made.plan):
-            best = _first_that_fits(best, _under_way(plan), budget)
+            best = _first_that_fits(best, _under_way(plan), context)
     return best
 
 
-def _first_that_fits(made: Realised, plans: Iterable[Plan], budget: Budget) -> Realised:
+def _first_that_fits(made: Realised, plans: Iterable[Plan], context: PassContext) -> Realised:
     """The first of these plans that fits where that is faster, else what there is."""
     for plan in plans:
         tried = as_a_whole(plan)
-        if tried.left_bytes(budget) >= 0:
+        if context.fits(tried, made):
             return tried if tried.simulation.step_s < made.simulation.step_s * (1 - GAIN) else made
     return made
 

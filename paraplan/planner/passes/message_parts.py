@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Budget, Realised
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.machine.mesh import R
 from paraplan.ir.plan import Plan
 from paraplan.lowering.stage_blocks import PlanBlocks
+from paraplan.planner.passes.pass_context import PassContext
 from paraplan.planner.schedules.full_rounds import as_a_whole
 
 
-def parted(made: Realised, budget: Budget) -> Realised:
+def parted(made: Realised, context: PassContext) -> Realised:
     """The pipeline with messages in parts where that is faster and fits."""
     if not _sends_the_same(made.plan):
         return made
     tried = as_a_whole(msgspec.structs.replace(made.plan, parted_messages=True))
-    faster = tried.simulation.step_s < made.simulation.step_s and tried.left_bytes(budget) >= 0
+    faster = tried.simulation.step_s < made.simulation.step_s and context.fits(tried, made)
     return tried if faster else made
 
 

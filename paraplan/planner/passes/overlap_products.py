@@ -7,7 +7,7 @@ gradient, which needs nothing of it, already runs beside that collective.
 
 Which products go in pieces is chosen on a step of few microbatches and alike layers, group by group of those that read
 the same rows (`best_pieces`); the plan is lowered and simulated again so, and kept where it is faster and fits. Plans
-of several stages are lowered with all of them in 2, 4, ... pieces, up to as many as allowed.
+of several stages are begun so (`pipeline.prices.in_pieces`).
 
 Limits: all segments of a choice go in as many pieces.
 """
@@ -20,11 +20,12 @@ from dataclasses import replace
 
 import msgspec
 
-from paraplan.cost_models.realised_plan import Budget, Realised
+from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.machine.mesh import Layout, R, Shard, parse_layout
 from paraplan.ir.model.graph import Graph, Op, Phase
 from paraplan.ir.plan import KindChoice, Plan, Stage
 from paraplan.lowering.blocks.forward import chosen_strategies
+from paraplan.planner.passes.pass_context import PassContext
 from paraplan.planner.pipeline.prices.shorten import runs_of, shortened
 from paraplan.planner.pipeline.prices.stage_timing import microbatch_s
 from paraplan.planner.schedules.full_rounds import as_a_whole
@@ -40,26 +41,14 @@ WORTH, GAIN, GROUPS = 0.01, 0.005, 8
 to gain; groups of products that are told apart."""
 
 
-def overlapped(made: Realised, most: int, budget: Budget) -> Realised:
-    """The plan with products in the pieces, at most so many, that make it fastest.
-
-    Args:
-        made: the plan.
-        most: pieces a product may be in.
-        budget: of its devices.
-    """
-    best, simulation = made, made.simulation
-    if simulation.exposed_comm_s < WORTH * simulation.step_s:
+def overlapped(made: Realised, context: PassContext) -> Realised:
+    """The plan of one stage with products in the pieces that make it fastest, as many as may be."""
+    simulation = made.simulation
+    if len(made.plan.stages) > 1 or simulation.exposed_comm_s < WORTH * simulation.step_s:
         return made
-    if len(made.plan.stages) == 1:
-        plans = [best_pieces(made.plan, most)]
-    else:
-        plans = [in_pieces(made.plan, count) for count in piece_counts(most)]
-    for plan in plans:
-        tried = made if plan is made.plan else as_a_whole(plan)
-        if tried.simulation.step_s < best.simulation.step_s and tried.left_bytes(budget) >= 0:
-            best = tried
-    return best
+    plan = best_pieces(made.plan, context.constraints.most_pieces)
+    tried = made if plan is made.plan else as_a_whole(plan)
+    return tried if tried.simulation.step_s < simulation.step_s and context.fits(tried, made) else made
 
 
 def best_pieces(plan: Plan, most: int) -> Plan:

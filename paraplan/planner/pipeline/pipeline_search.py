@@ -31,11 +31,10 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.evaluate_plan import gathers_often
-from paraplan.planner.passes.cast_holding import cast_once
-from paraplan.planner.passes.delayed_updates import choose_ahead, choose_delay, delay_note
+from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.gather_timing import gathered
-from paraplan.planner.passes.grad_reductions import reducing
-from paraplan.planner.passes.message_parts import parted
+from paraplan.planner.passes.pass_context import PassContext
+from paraplan.planner.passes.quickened import quickened
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline import activations_of, rescheduled
@@ -181,7 +180,7 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
     if start.sharding is not None and case.constraints.recompute is None:
         begun = case.begun(start.sharding, taken)
         if _is_slower(case, begun, start.within_s):
-            quicker = gathered(begun, case.budget, case.least_s(begun) / taken_s(begun))
+            quicker = gathered(begun, _context(case, begun, case.budget, start))
             if _is_slower(case, quicker, start.within_s):
                 return Slower(case.least_s(quicker))
     for rung in case.constraints.placing.rungs(case.constraints.tiers)[:2]:
@@ -201,9 +200,14 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             raise SolverLimitError(_overflow(case, tried))
         return later
     best = min(fitting, key=taken_s)
-    if not start.is_late:
-        best = _quickened(best, case.constraints, case.alive_budget(best), case.least_s(best) / taken_s(best))
+    if not start.is_late:  # what allocators need is not looked at, then
+        best = quickened(best, _context(case, best, case.alive_budget(best), start))
     return later if isinstance(later, Realised) and taken_s(later) < taken_s(best) else best
+
+
+def _context(case: PipelineCase, made: Realised, budget: Budget, start: Start) -> PassContext:
+    """Of passes over a pipeline of a case."""
+    return PassContext(budget, case.constraints, case.least_s(made) / taken_s(made), start.deadline)
 
 
 def _is_slower(case: PipelineCase, made: Realised, within_s: float) -> bool:
@@ -262,23 +266,6 @@ def _with_shardings(
             break
         kept_bytes = case.less_kept(sharding, plans[0])
     return tried
-
-
-def _quickened(best: Realised, constraints: Constraints, budget: Budget, times: float) -> Realised:
-    """The plan with what makes its step shorter in the same layouts: messages in parts, more under way, the
-    host's updates one step late, and states that come to theirs ahead.
-
-    `times` is how much longer a step with all microbatches is.
-    """
-
-    def step_s(tried: Plan) -> float:
-        made = realised(tried)
-        return made.simulation.step_s if made.left_bytes(budget) >= 0 and not made.over_bytes else math.inf
-
-    made = parted(gathered(cast_once(best, budget), budget, times), budget)
-    made = reducing(made, budget)
-    plan = choose_ahead(choose_delay(made.plan, constraints.delayed_update, step_s, lambda tried: tried), step_s)
-    return made if plan == made.plan else realised(plan)
 
 
 def _step_s(plan: Plan) -> float:

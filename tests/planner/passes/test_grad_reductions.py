@@ -22,6 +22,7 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.passes.grad_reductions import grouped, reducing
+from paraplan.planner.passes.pass_context import PassContext
 from paraplan.planner.search import search
 from tests.against_eager import eager_steps, loss_by, worst_error
 
@@ -109,7 +110,7 @@ def test_the_planner_groups_where_it_is_faster_and_there_is_room(case) -> None: 
     assert made.simulation.exposed_comm_s > 0
     (tried,) = [realised(each) for each in grouped(made.plan)]
     assert tried.plan.reduce_every == 4 and tried.simulation.step_s < made.simulation.step_s
-    assert reducing(made, tried.peak_bytes).simulation.step_s <= tried.simulation.step_s
-    assert reducing(made, made.peak_bytes).peak_bytes <= made.peak_bytes
+    assert reducing(made, PassContext(tried.peak_bytes, Constraints())).simulation.step_s <= tried.simulation.step_s
+    assert reducing(made, PassContext(made.peak_bytes, Constraints())).peak_bytes <= made.peak_bytes
     pipeline = planned(case[2], PINS["interleaved"])
     assert [each.reduce_every for each in grouped(pipeline)] == [4, 2]
