@@ -46,6 +46,7 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
+from paraplan.planner.nearest_plan import how_near
 from paraplan.planner.one_stage.all_sharded import all_sharded
 from paraplan.planner.one_stage.on_mesh import MOST_LATE
 from paraplan.planner.one_stage.roomier import gathering_later, needed_bytes, with_room
@@ -119,10 +120,10 @@ def _search_room(
         first = find(job, constraints, first_s, progress, certify, reserves=looks)
     except KeyboardInterrupt as fault:
         raise Interrupted(_fitting(found_until(fault, BestPlan), budget, looks)) from None
-    except SolverLimitError:
+    except SolverLimitError as fault:
         lean = _fallen_back(job, constraints, deadline, progress)
         if lean is None:
-            raise
+            raise _with_nearest(fault, job, constraints, budget) from None
         return _timed(lean, deadline)
     tries = [_with_reserved(first, budget)]
     if not looks or needed_bytes(tries[0].plan) <= budget:
@@ -132,11 +133,18 @@ def _search_room(
     except KeyboardInterrupt as fault:
         fitting = _fitting([*found_until(fault, BestPlan), *tries], budget, looks)
         raise Interrupted([_last_of([tries[0], each]) for each in fitting]) from None
-    except SolverLimitError:
+    except SolverLimitError as fault:
         lean = _fallen_back(job, constraints, deadline, progress)
         if lean is None:
-            raise
+            raise _with_nearest(fault, job, constraints, budget) from None
         return _timed(_last_of([*tries, lean]), deadline)
+
+
+def _with_nearest(fault: SolverLimitError, job: Job, constraints: Constraints, budget: int) -> SolverLimitError:
+    """The fault that, once explained, says by how much the leanest plans do not fit; of one device it says so itself."""
+    if job.cluster.num_devices == 1:
+        return fault
+    return SolverLimitError(str(fault), lambda: f"{fault.explained()}{how_near(job, constraints, budget)}")
 
 
 def _fitting(found: Sequence[BestPlan], budget: int, looks: bool) -> list[BestPlan]:

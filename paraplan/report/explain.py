@@ -246,7 +246,7 @@ def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
     if plan.certificate is not None:
         c = plan.certificate
         said = f"{show_seconds(c.bound_s)}, gap {100 * c.gap:.1f} %, {c.status} (fixed: {c.bound_scope})"
-        found.append(("bound", said if c.bound_s > 0 else "none was computed: nothing is proved of faster plans"))
+        found.append(("bound", said if c.bound_s > 0 else "none: nothing is proved of faster plans"))
     return tuple(found)
 
 

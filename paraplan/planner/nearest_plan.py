@@ -1,0 +1,68 @@
+"""Of a search that found nothing: by how much the leanest plans that are quickly made are over what a device may hold."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+
+from paraplan.cost_models.predict import with_reserved
+from paraplan.ir.errors import ConstraintError, NoPlanError
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.plan import Plan
+from paraplan.ir.plan_words import plan_words
+from paraplan.ir.sizes import say_size
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
+from paraplan.planner.one_stage.all_sharded import all_sharded
+from paraplan.planner.one_stage.roomier import needed_bytes
+from paraplan.planner.schedules.full_rounds import programs_of
+from paraplan.planner.search import find
+
+TIMES = 1024
+"""As much memory as devices have, for a plan to be made whatever it needs."""
+TRIED, TIME_S = 2, 5.0
+"""Plans made, and the seconds each may take to solve."""
+
+
+def how_near(job: Job, constraints: Constraints, budget: int) -> str:
+    """What the leanest of some plans needs, with everything sharded and everything made again, and what would help;
+    empty where none is made.
+
+    Args:
+        job, constraints: what was searched.
+        budget: bytes a device may hold.
+    """
+    roomy = replace(job, cluster=_with_memory(job.cluster))
+    deadline, found = Deadline(TRIED * TIME_S), list[Plan]()
+    for pins in all_sharded(job, msgspec.structs.replace(constraints, memory_bytes=None)):
+        if len(found) == TRIED or deadline.is_over:
+            break
+        with suppress(NoPlanError, ConstraintError):
+            plan = find(roomy, pins, TIME_S, certify=False).plan
+            found.append(with_reserved(plan, programs_of(plan), budget) if constraints.reserve_bytes != 0 else plan)
+    if not found:
+        return ""
+    least = min(found, key=needed_bytes)
+    over = needed_bytes(least) - budget
+    if over <= 0:
+        return ""
+    away = "" if constraints.tiers else ", or states that leave the device (offload='host')"
+    return (
+        f". The leanest of {len(found)} plans that divide everything and recompute everything ({plan_words(least)}) "
+        f"needs {say_size(needed_bytes(least))}, {say_size(over)} more than the {say_size(budget)} of a device that are "
+        f"a plan's: use more devices, a smaller batch or shorter sequences, an optimizer of fewer states{away}"
+    )
+
+
+def _with_memory(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster, its devices with memory for anything."""
+    groups = [
+        msgspec.structs.replace(
+            group, device=msgspec.structs.replace(group.device, memory_bytes=TIMES * group.device.memory_bytes)
+        )
+        for group in cluster.groups
+    ]
+    return msgspec.structs.replace(cluster, groups=tuple(groups))
