@@ -141,7 +141,7 @@ def _search_room(
 
 
 def _with_nearest(fault: SolverLimitError, job: Job, constraints: Constraints, budget: int) -> SolverLimitError:
-    """The fault that, once explained, says by how much the leanest plans do not fit; of one device it says so itself."""
+    """The fault; explained, it says by how much the leanest plans do not fit (of one device it says so by itself)."""
     if job.cluster.num_devices == 1:
         return fault
     return SolverLimitError(str(fault), lambda: f"{fault.explained()}{how_near(job, constraints, budget)}")
@@ -294,6 +294,9 @@ def _unasked(job: Job, constraints: Constraints, kept_bytes: float | None, mesh:
 
 
 def _with_reserved(found: BestPlan, budget: int) -> BestPlan:
+    """With what allocators reserve, where the search that made it has not said so for the same budget."""
+    if _predicted(found.plan).reserved_bytes:
+        return found
     return replace(found, plan=with_reserved(found.plan, programs_of(found.plan), budget))
 
 

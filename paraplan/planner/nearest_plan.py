@@ -1,4 +1,4 @@
-"""Of a search that found nothing: by how much the leanest plans that are quickly made are over what a device may hold."""
+"""Of a search that found nothing: by how much lean plans, quickly made, are over what a device may hold."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def how_near(job: Job, constraints: Constraints, budget: int) -> str:
     away = "" if constraints.tiers else ", or states that leave the device (offload='host')"
     return (
         f". The leanest of {len(found)} plans that divide everything and recompute everything ({plan_words(least)}) "
-        f"needs {say_size(needed_bytes(least))}, {say_size(over)} more than the {say_size(budget)} of a device that are "
-        f"a plan's: use more devices, a smaller batch or shorter sequences, an optimizer of fewer states{away}"
+        f"needs {say_size(needed_bytes(least))}, {say_size(over)} more than the {say_size(budget)} of a device that "
+        f"are a plan's: use more devices, a smaller batch or shorter sequences, an optimizer of fewer states{away}"
     )
 
 

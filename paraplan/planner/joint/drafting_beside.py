@@ -1,19 +1,21 @@
 """Pipelines drafted by another process while this one drafts another: what goes there, and what comes back.
 
-What passes is data: an estimate and prices without the job, which both sides have, and the plan of the first
-microbatches. Made whole it is here, as any draft is.
+What passes is data: an estimate and prices without the job, which both sides have, and the plan; that of the first
+microbatches where it is not the best known, which is made whole here, as any draft is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 import msgspec
 
+from paraplan.cost_models.predict import with_reserved
 from paraplan.ir.errors import NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan
@@ -26,6 +28,7 @@ from paraplan.planner.joint.pricing import Packed, Pricing
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower, whole_of
 from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.schedules.full_rounds import programs_of
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ def drafted_beside(pricing: Pricing, asked: PackedEstimate, within_s: float, res
         return Drafted(why=str(fault))
     if isinstance(found, Slower):
         return Drafted(step_s=found.step_s)
+    if found.step_s < within_s:  # what was worked out for its first microbatches is at hand here
+        with suppress(NoPlanError):
+            whole = found.made()
+            found = Draft.of(with_reserved(whole, programs_of(whole), pricing.budget) if reserves else whole)
     packed = PackedEstimate.of(estimate, pricing)
     return Drafted("", found.step_s, found.sample, found.peak_bytes, found.plan is not None, packed, pins)
 
