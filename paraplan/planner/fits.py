@@ -46,8 +46,8 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
-from paraplan.planner.nearest_plan import how_near
 from paraplan.planner.one_stage.all_sharded import all_sharded
+from paraplan.planner.one_stage.nearest_plan import how_near
 from paraplan.planner.one_stage.on_mesh import MOST_LATE
 from paraplan.planner.one_stage.roomier import gathering_later, needed_bytes, with_room
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
@@ -144,7 +144,7 @@ def _with_nearest(fault: SolverLimitError, job: Job, constraints: Constraints, b
     """The fault; explained, it says by how much the leanest plans do not fit (of one device it says so by itself)."""
     if job.cluster.num_devices == 1:
         return fault
-    return SolverLimitError(str(fault), lambda: f"{fault.explained()}{how_near(job, constraints, budget)}")
+    return SolverLimitError(str(fault), lambda: f"{fault.explained()}{how_near(job, constraints, budget, find)}")
 
 
 def _fitting(found: Sequence[BestPlan], budget: int, looks: bool) -> list[BestPlan]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
+from paraplan.cost_models.predict import with_reserved
 from paraplan.ir.errors import SolverLimitError
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
@@ -33,6 +34,7 @@ from paraplan.planner.joint.pricing import Pricing, pricing_beside
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower
 from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.search import search
 
 PINS = Constraints(pp=4, mesh=(1,), microbatches=16)
@@ -82,13 +84,17 @@ def test_what_is_received_is_what_is_drafted_here(schedule: str) -> None:
     listed = [each for each in _listed() if each.schedule == schedule and each.pp == 4]
     first = estimate_best(pricing, listed, math.inf, [])[0]
     here = _drafting(pricing).drafted(first, math.inf)
-    asked, within_s, reserves = pickle.loads(pickle.dumps((PackedEstimate.of(first, pricing), math.inf, True)))
-    answer = pickle.loads(pickle.dumps(drafted_beside(there, asked, within_s, reserves)))
-    assert answer.sample.program is not _job().program
-    found = received(answer, _drafting(pricing))
-    assert isinstance(here, Draft) and isinstance(found, Draft)
-    assert (found.step_s, found.peak_bytes) == (here.step_s, here.peak_bytes)
-    assert _told(found.made()) == _told(here.made()) and found.made().program is _job().program
+    assert isinstance(here, Draft)
+    whole = here.made()
+    with_room = with_reserved(whole, programs_of(whole), pricing.budget)
+    for within_s, told in ((math.inf, with_room), (here.step_s, whole)):  # the best known comes whole
+        asked, reserves = pickle.loads(pickle.dumps((PackedEstimate.of(first, pricing), True)))
+        answer = pickle.loads(pickle.dumps(drafted_beside(there, asked, within_s, reserves)))
+        assert answer.sample.program is not _job().program and answer.is_whole >= math.isinf(within_s)
+        found = received(answer, _drafting(pricing))
+        assert isinstance(found, Draft)
+        assert (found.step_s, found.peak_bytes) == (here.step_s, here.peak_bytes)
+        assert _told(found.made()) == _told(told) and found.made().program is _job().program
     left = received(drafted_beside(there, asked, here.step_s / 2, True), _drafting(pricing))
     assert isinstance(left, Slower) and left.step_s > here.step_s / 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,12 +15,12 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.plan_words import plan_words
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
+from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.one_stage.all_sharded import all_sharded
 from paraplan.planner.one_stage.roomier import needed_bytes
 from paraplan.planner.schedules.full_rounds import programs_of
-from paraplan.planner.search import find
 
 TIMES = 1024
 """As much memory as devices have, for a plan to be made whatever it needs."""
@@ -27,13 +28,14 @@ TRIED, TIME_S = 2, 5.0
 """Plans made, and the seconds each may take to solve."""
 
 
-def how_near(job: Job, constraints: Constraints, budget: int) -> str:
+def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[..., BestPlan]) -> str:
     """What the leanest of some plans needs, with everything sharded and everything made again, and what would help;
     empty where none is made.
 
     Args:
         job, constraints: what was searched.
         budget: bytes a device may hold.
+        find: a search (`planner.search.find`).
     """
     roomy = replace(job, cluster=_with_memory(job.cluster))
     deadline, found = Deadline(TRIED * TIME_S), list[Plan]()

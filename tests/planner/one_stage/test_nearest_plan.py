@@ -10,14 +10,15 @@ from paraplan.ir.errors import SolverLimitError
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.fits import search_room
 from paraplan.planner.joint.bounding.relaxations import kept_bytes
-from paraplan.planner.nearest_plan import how_near
+from paraplan.planner.one_stage.nearest_plan import how_near
+from paraplan.planner.search import find
 from tests.captures import zoo_job
 
 
 def test_a_plan_is_found_for_what_an_error_names() -> None:
     job = zoo_job("gpt2", 4)
     least = int(kept_bytes(job, False)) // 4 + 4096
-    said = how_near(job, Constraints(memory_bytes=least), least)
+    said = how_near(job, Constraints(memory_bytes=least), least, find)
     found = re.search(r"The leanest of 2 plans .* needs ([\d.]+) (\w+), ([\d.]+) (\w+) more than the", said)
     assert found is not None, said
     units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
@@ -26,7 +27,7 @@ def test_a_plan_is_found_for_what_an_error_names() -> None:
     enough = int(needed * 1.01)
     plan = search_room(job, Constraints(memory_bytes=enough), 20.0, certify=False).plan
     assert plan.prediction is not None and max(plan.prediction.peak_bytes) <= enough
-    assert how_near(job, Constraints(memory_bytes=enough), enough) == ""
+    assert how_near(job, Constraints(memory_bytes=enough), enough, find) == ""
 
 
 def test_a_search_of_several_devices_that_finds_nothing_says_it() -> None:
