@@ -32,6 +32,7 @@ from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.fits import search_room
 from paraplan.planner.interrupts import NOTE, Interrupted
+from paraplan.planner.one_stage import nearest_plan
 from paraplan.planner.one_stage.roomier import needed_bytes
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.schedules.full_rounds import programs_of
@@ -275,7 +276,8 @@ def test_the_budget_that_an_error_advises_does() -> None:
 
 
 def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes six seconds: of ten, two begin in time, at most two short ones after it, and one for least memory."""
+    """Each takes six seconds: of ten, two begin in time, at most two short ones after it, one for least memory, and
+    one to say by how much that does not fit."""
     now, given = [0.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -288,7 +290,9 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     tight = job(int(0.85 * roomy_peak()))
     with pytest.raises(SolverLimitError, match=r"the time limit of 10 s ran out"):
         search_room(tight, Constraints(**PINS), time_limit_s=10.0)
-    assert given[:3] == [7.0, 2.0, 2.0] and len(given) <= 5  # a fifth each at least, however late
+    *searches, nearest = given
+    assert searches[:3] == [7.0, 2.0, 2.0] and len(searches) <= 5  # a fifth each at least, however late
+    assert nearest == nearest_plan.TIME_S
     given.clear()
     found = search_room(job(1 << 40), Constraints(**PINS), time_limit_s=10.0)
     assert given == [7.0] and not any("ran out" in note for note in found.plan.notes)
