@@ -16,7 +16,7 @@ import msgspec
 from paraplan.ir.errors import NoPlanError
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
-from paraplan.planner.certificate import status_of
+from paraplan.planner.certificate import certified_as
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import handing_on
@@ -62,11 +62,7 @@ def allowing(
     if first is None or found.step_s <= first.step_s:
         return found
     plan, known = first.plan, found.plan.certificate
-    if known is not None:
-        bound_s = min(known.bound_s, first.step_s)
-        gap = (first.step_s - bound_s) / first.step_s
-        certificate = msgspec.structs.replace(known, status=status_of(gap), bound_s=bound_s, gap=gap)
-        plan = msgspec.structs.replace(plan, certificate=certificate)
+    plan = plan if known is None else certified_as(plan, known)
     note = f"nothing leaves the device: of plans of which something does the fastest found takes {found.step_s:.4g} s"
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, note), tried=(*plan.tried, *found.plan.tried))
     return replace(first, plan=plan, solve_s=first.solve_s + found.solve_s, total_s=deadline.passed_s)

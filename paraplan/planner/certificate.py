@@ -68,21 +68,49 @@ def certified(best: Candidate, bound_s: float, num_meshes: int) -> Plan:
         num_meshes: that were solved.
     """
     step_s, plan = best.simulation.step_s, best.plan
-    held = plan.hold_casts
-    joined = any(choice.split is not None and choice.split.at_once for s in plan.stages for choice in s.choices)
-    apart = plan.profile is not None and plan.cluster.backend != "cpu"
-    if not (held or joined or apart) and bound_s > step_s * (1 + 1e-6):
-        note = f"no bound is certified: {bound_s:.6g} s was found, above the simulated step; {FAULT}"
-        plan, bound_s = msgspec.structs.replace(plan, notes=(*plan.notes, note)), 0.0
+    bound_s, notes = _withdrawn(plan, bound_s, step_s)
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
     bound_s = min(bound_s, step_s)
     scope = SCOPE if num_meshes == 1 else f"{SCOPE}; best of {num_meshes} meshes"
-    scope += AT_EVERY_USE * held + IN_EACH_PHASE * joined + MEASURED_APART * apart
+    scope += "".join(_outside(plan))
     gap = (step_s - bound_s) / step_s
     certificate = Certificate(
         status=status_of(gap), objective_s=best.objective_s, bound_s=bound_s, bound_scope=scope, gap=gap
     )
     prediction = predict(best.plan, programs_of(best.plan), best.simulation)
     return msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
+
+
+def certified_as(plan: Plan, known: Certificate) -> Plan:
+    """A priced plan under a bound that was found beside another plan; one above its step is withdrawn and told."""
+    assert plan.prediction is not None
+    step_s = plan.prediction.step_s
+    bound_s, notes = _withdrawn(plan, known.bound_s, step_s)
+    gap = (step_s - min(bound_s, step_s)) / step_s
+    own = known if plan.certificate is None else plan.certificate
+    certificate = Certificate(
+        status=status_of(gap),
+        objective_s=own.objective_s,
+        bound_s=min(bound_s, step_s),
+        bound_scope=known.bound_scope,
+        gap=gap,
+    )
+    return msgspec.structs.replace(plan, certificate=certificate, notes=(*plan.notes, *notes))
+
+
+def _outside(plan: Plan) -> list[str]:
+    """What a plan does that bounds do not count, said in their scope."""
+    joined = any(choice.split is not None and choice.split.at_once for s in plan.stages for choice in s.choices)
+    apart = plan.profile is not None and plan.cluster.backend != "cpu"
+    ways = (plan.hold_casts, AT_EVERY_USE), (joined, IN_EACH_PHASE), (apart, MEASURED_APART)
+    return [words for does, words in ways if does]
+
+
+def _withdrawn(plan: Plan, bound_s: float, step_s: float) -> tuple[float, tuple[str, ...]]:
+    """A bound; 0 and a note of it where it is above the step of a plan that does nothing outside its scope."""
+    if _outside(plan) or bound_s <= step_s * (1 + 1e-6):
+        return bound_s, ()
+    return 0.0, (f"no bound is certified: {bound_s:.6g} s was found, above the simulated step; {FAULT}",)
 
 
 def certified_alike(plan: Plan, others: Iterable[Plan]) -> Plan:

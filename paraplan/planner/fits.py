@@ -31,7 +31,7 @@ import msgspec
 from paraplan.cost_models.predict import with_reserved
 from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.ir.plan import Certificate, Plan, Prediction
+from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.plan_words import plan_words
 from paraplan.ir.process.garbage import seldom_collected
 from paraplan.ir.sizes import say_size
@@ -39,7 +39,7 @@ from paraplan.planner.allowing import allowing
 from paraplan.planner.alternatives.tried import kept, planned, unreserved
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
-from paraplan.planner.certificate import certified
+from paraplan.planner.certificate import certified, certified_as
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import Deadline
@@ -345,20 +345,13 @@ def _last_of(tries: Sequence[BestPlan]) -> BestPlan:
     first, plan = tries[0].plan, tries[-1].plan
     if len(tries) > 1 and plan.certificate is not None and first.certificate is not None:
         step_s = _predicted(plan).step_s
-        bound_s = min(first.certificate.bound_s, step_s)
-        certificate = Certificate(
-            status="feasible",
-            objective_s=plan.certificate.objective_s,
-            bound_s=bound_s,
-            bound_scope=first.certificate.bound_scope,
-            gap=(step_s - bound_s) / step_s,
-        )
+        plan = certified_as(plan, first.certificate)
         note = (
             f"of the fastest plan by the bytes alive ({_predicted(first).step_s:.4g} s) "
             f"{say_size(needed_bytes(first))} would be reserved, of this one {say_size(needed_bytes(plan))}"
         )
         tried = kept((*unreserved(first, step_s), *plan.tried, planned(plan_words(plan), plan)))
-        plan = msgspec.structs.replace(plan, certificate=certificate, notes=(*plan.notes, note), tried=tried)
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, note), tried=tried)
     return BestPlan(plan, sum(each.solve_s for each in tries), sum(each.total_s for each in tries))
 
 

@@ -17,7 +17,7 @@ from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
-from paraplan.planner.certificate import FAULT, OPTIMAL_GAP, certified, with_pins
+from paraplan.planner.certificate import FAULT, OPTIMAL_GAP, certified, certified_as, with_pins
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -118,6 +118,12 @@ def test_a_bound_above_the_step_is_withdrawn_and_told() -> None:
     plan = certified(best, 2 * best.simulation.step_s, 1)
     assert plan.certificate is not None and plan.certificate.bound_s == 0.0
     assert FAULT in plan.notes[-1]
+    sound = certified(best, 0.5 * best.simulation.step_s, 1)
+    assert sound.certificate is not None and sound.certificate.bound_s > 0.0
+    known = msgspec.structs.replace(sound.certificate, bound_s=2 * best.simulation.step_s)
+    plan = certified_as(sound, known)
+    assert plan.certificate is not None and plan.certificate.bound_s == 0.0 and plan.certificate.gap == 1.0
+    assert FAULT in plan.notes[-1] and certified_as(sound, sound.certificate) == sound
 
 
 def test_optimal_is_said_of_what_the_bound_proves() -> None:

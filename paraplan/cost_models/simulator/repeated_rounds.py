@@ -124,7 +124,10 @@ def _later(action: Action, microbatches: int) -> Action:
 
 
 def _is_alike(step: Step, then: Step, later: dict[str, str], microbatches: int) -> bool:
-    """Whether a step takes as long as another one a round later: all but what is given up with it."""
+    """Whether a step takes as long as another one a round later: all but what is given up with it. What is done once a
+    step, like updates of equal segments, is of no round."""
+    if later[step.action] == step.action:
+        return False
     m = step.microbatch + microbatches if step.microbatch >= 0 else -1
     same = (step.kind, step.block, step.segment, step.transfer) == (then.kind, then.block, then.segment, then.transfer)
     alike = same and then.microbatch == m and then.action == later[step.action]

@@ -15,6 +15,7 @@ from paraplan.cost_models.predict import predict, with_reserved
 from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
+from paraplan.planner.certificate import certified_as
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.evaluate_plan import gathers_large
@@ -57,11 +58,7 @@ def gathering_later(plan: Plan, budget: int) -> list[Plan]:
     plan = msgspec.structs.replace(plan, params_ahead=False)
     made = as_a_whole(plan)
     prediction = predict(plan, made.programs, made.simulation)
-    bound_s = min(known.bound_s, prediction.step_s)
-    certificate = msgspec.structs.replace(
-        known, status="feasible", bound_s=bound_s, gap=1 - bound_s / prediction.step_s
-    )
-    plan = msgspec.structs.replace(plan, prediction=prediction, certificate=certificate)
+    plan = certified_as(msgspec.structs.replace(plan, prediction=prediction), known)
     later = with_reserved(plan, made.programs, budget)
     return [later] if needed_bytes(later) <= budget else []
 

@@ -14,6 +14,8 @@ from paraplan.capture import capture
 from paraplan.cost_models.predict import reserved_of
 from paraplan.cost_models.realised_plan import realised
 from paraplan.cost_models.simulator.rank_trace import RankTrace
+from paraplan.cost_models.simulator.repeated_rounds import full_round
+from paraplan.ir.execution.schedule import parse_action
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
@@ -88,6 +90,16 @@ def test_so_it_is_of_one_stage(zero: int, count: int) -> None:
     _check_carried(msgspec.structs.replace(plan, reduce_every=1))
     late = msgspec.structs.replace(plan, reduce_every=count)
     assert as_a_whole(late).simulation.step_s == realised(late).simulation.step_s
+
+
+def test_updates_alike_are_no_rounds() -> None:
+    """States of equal layers come from the host and go there one after another, alike, for longer than a microbatch."""
+    program = programs_of(_plan("1f1b", 2, 1, 24))[0]
+    found = full_round(program, 2)
+    assert found is not None
+    update = next(step for step in program.steps if parse_action(step.action).microbatch < 0)
+    longer = msgspec.structs.replace(program, steps=(*program.steps, *[update] * 3 * found.length))
+    assert full_round(longer, 2) == found
 
 
 def _check_carried(plan: Plan) -> None:

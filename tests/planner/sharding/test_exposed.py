@@ -5,9 +5,13 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.graph import Phase
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
@@ -83,6 +87,28 @@ def test_gradients_that_wait_for_other_microbatches_are_reduced_once(zero: int) 
     assert plan.certificate is not None and plan.prediction is not None and plan.reduce_every == 2
     assert 0.5 * plan.prediction.step_s < plan.certificate.bound_s <= plan.prediction.step_s
     assert not any("fault" in note for note in plan.notes)
+
+
+class _Blocks(nn.Module):
+    """Whose sums are segments of their own: their backward has no op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_segment_without_backward_ops_hands_its_gradient_on() -> None:
+    program = capture(_Blocks(), {"x": torch.zeros(8, 16)}, loss_fn=lambda out, _: out.square().mean())
+    phases = [{op.phase for op in kind.graph.ops} for kind in program.kinds]
+    assert any(Phase.BACKWARD not in each for each in phases)
+    job = Job(program, gpus(), OPTIMIZERS["adamw"], ModelRef(display="sums"), {})
+    plan = search(job, Constraints(pp=1, microbatches=2)).plan
+    assert plan.certificate is not None and not any("fault" in note for note in plan.notes)
 
 
 def test_of_products_in_pieces_as_much_is_waited_for_as_pieces_leave() -> None:

@@ -119,7 +119,7 @@ def _ends(job: Job, space: Space, transfer: WantedValue, place: dict[int, tuple[
         if place.get(end.decider, (-1,))[0] == transfer.kind and place[end.decider][1] in at
     }
     handed_on = next((end.decider for end in transfer.readers if end.decider in space.grad_decider), None)
-    if not readers and handed_on is not None:
+    if not readers and handed_on is not None and at:
         readers = {at[-1] + 1: handed_on}
     if not readers:
         return None
