@@ -1,13 +1,14 @@
-"""Pipelines of many microbatches from their first rounds, held against all microbatches lowered and simulated.
+"""Plans of many microbatches from their first rounds, held against all microbatches lowered and simulated.
 
-Problem: `planner.schedules.full_rounds` prices a pipeline without lowering most of it. Each case draws pipelines of a
-small Llama at random: positions, schedule, mesh, microbatches, memory, ZeRO, recomputation. `differ` counts the numbers
-of the carried simulation (times of every stream of every rank class, stalls, bubbles, peaks) that are not the whole
-one's to the last bit; `reserve_mib` is the most that allocators reserve beyond what the first rounds say. `carried_s`
-and `whole_s` are processor seconds from the plan on, lowering included, together; `left` pipelines are lowered whole in
-any case.
+Problem: `planner.schedules.full_rounds` prices a plan without lowering most of it. Each case draws pipelines of a small
+Llama at random: positions, schedule, mesh, microbatches, memory, ZeRO, recomputation; `of one stage` draws plans of it, any
+legal or searched for, whose states and parameters may be on the host or on disk. `differ` counts the numbers of the carried
+simulation (times of every stream of every rank class, stalls, bubbles, peaks) that are not the whole one's to the last
+bit; `reserve_mib` is the most that allocators reserve beyond what the first rounds say. `carried_s`
+and `whole_s` are processor seconds from the plan on, lowering included, together; `left` plans are lowered whole in any
+case.
 
-    python -m benchmarks.rounds [--only 3] [--json FILE [--resume]]      PIPELINES=12 a case (environment)
+    python -m benchmarks.rounds [--only 3] [--json FILE [--resume]]      PLANS=12 a case, thrice of one stage (environment)
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -34,19 +37,20 @@ from paraplan.ir.plan import ModelRef, Plan
 from paraplan.ir.process.memo import SESSION
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.sampling import random_plan
 from paraplan.planner.schedules.full_rounds import carried
 from paraplan.planner.search import search
 
-PIPELINES = int(os.environ.get("PIPELINES", "12"))
-COLUMNS = ("case", "pipelines", "refused", "left", "numbers", "differ", "reserve_mib", "carried_s", "whole_s")
+PLANS = int(os.environ.get("PLANS", "12"))
+COLUMNS = ("case", "plans", "refused", "left", "numbers", "differ", "reserve_mib", "carried_s", "whole_s")
 CLUSTERS = ("1xH100:8", "4xH100:2", "1xA100-40:8")
 SCHEDULES = ("1f1b", "1f1b-zb", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "zb-v-lean", "hanayo")
 
 
 @cache
-def _program(batch: int) -> Program:
+def _program(batch: int, layers: int = 8) -> Program:
     tokens = torch.zeros(batch, 256, dtype=torch.long, device="meta")
-    model = llama(8, 512, 1024, 8, vocabulary=4096)
+    model = llama(layers, 512, 1024, 8, vocabulary=4096)
     return capture(model, {"input_ids": tokens, "labels": tokens}, precision="bf16")
 
 
@@ -66,6 +70,20 @@ def _drawn(draw: random.Random) -> Plan | None:
         return None
 
 
+def _away(draw: random.Random) -> Plan | None:
+    """A plan of one stage of which something may leave the device, any legal one or planned."""
+    ranks, count, layers = draw.choice((1, 2)), draw.choice((8, 12, 16)), draw.randint(2, 12)
+    cluster = parse_cluster(f"{ranks}xA100-40")
+    job = Job(_program(count * ranks, layers), cluster, OPTIMIZERS["adamw"], ModelRef(display="Llama"), {})
+    pins: dict[str, Any] = {"pp": 1, "microbatches": count, "offload": "host"}
+    pins |= {name: "host" for name in ("place_states", "place_params", "place_grads") if draw.random() < 0.7}
+    with suppress(ParaplanError):
+        if draw.random() < 0.5:
+            return search(job, Constraints(**pins), 20, certify=False).plan
+        return random_plan(job, draw.randrange(1 << 30), max_microbatches=count, states_leave=True)
+    return None
+
+
 def _numbers(trace: RankTrace) -> dict[object, float]:
     plain = ("step_s", "compute_s", "exposed_comm_s", "exposed_copy_s", "bubble_s", "exposed_update_s", "peak_bytes")
     found: dict[object, float] = {name: getattr(trace, name) for name in plain}
@@ -74,15 +92,15 @@ def _numbers(trace: RankTrace) -> dict[object, float]:
     return found
 
 
-def held_against(seed: int) -> Row:
-    """Pipelines drawn from a seed."""
+def held_against(seed: int, drawn: Callable[[random.Random], Plan | None], count: int) -> Row:
+    """So many plans drawn from a seed."""
     draw, row = random.Random(seed), Row.fromkeys(COLUMNS[1:], 0)
-    for _ in range(PIPELINES):
-        plan = _drawn(draw)
+    for _ in range(count):
+        plan = drawn(draw)
         if plan is None:
             row["refused"] += 1
             continue
-        row["pipelines"] += 1
+        row["plans"] += 1
         SESSION.release()
         started = time.process_time()
         found = carried(plan)
@@ -104,7 +122,8 @@ def held_against(seed: int) -> Row:
     return row | {"failures": [f"{row['differ']} numbers differ"] if row["differ"] else []}
 
 
-CASES = {f"seed {seed}": partial(held_against, seed) for seed in range(1, 9)}
+CASES = {f"seed {seed}": partial(held_against, seed, _drawn, PLANS) for seed in range(1, 9)}
+CASES |= {f"of one stage, seed {seed}": partial(held_against, seed, _away, 3 * PLANS) for seed in range(1, 5)}
 
 if __name__ == "__main__":
     raise SystemExit(main("rounds", CASES, COLUMNS))
