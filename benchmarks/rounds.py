@@ -1,14 +1,14 @@
 """Plans of many microbatches from their first rounds, held against all microbatches lowered and simulated.
 
-Problem: `planner.schedules.full_rounds` prices a plan without lowering most of it. Each case draws pipelines of a small
-Llama at random: positions, schedule, mesh, microbatches, memory, ZeRO, recomputation; `of one stage` draws plans of it, any
-legal or searched for, whose states and parameters may be on the host or on disk. `differ` counts the numbers of the carried
-simulation (times of every stream of every rank class, stalls, bubbles, peaks) that are not the whole one's to the last
-bit; `reserve_mib` is the most that allocators reserve beyond what the first rounds say. `carried_s`
+Problem: `planner.schedules.full_rounds` prices a plan without lowering most of it. Each case draws pipelines of a
+small Llama at random: positions, schedule, mesh, microbatches, memory, ZeRO, recomputation; `of one stage` draws plans
+of it, any legal or searched for, whose states and parameters may be on the host or on disk. `differ` counts the numbers
+of the carried simulation (times of every stream of every rank class, stalls, bubbles, peaks) that are not the whole
+one's to the last bit; `reserve_mib` is the most that allocators reserve beyond what the first rounds say. `carried_s`
 and `whole_s` are processor seconds from the plan on, lowering included, together; `left` plans are lowered whole in any
 case.
 
-    python -m benchmarks.rounds [--only 3] [--json FILE [--resume]]      PLANS=12 a case, thrice of one stage (environment)
+    python -m benchmarks.rounds [--only 3] [--json FILE [--resume]]      PLANS=12 a case, or thrice (environment)
 """
 
 from __future__ import annotations
