@@ -25,7 +25,7 @@ from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Pricer
 from paraplan.planner.joint.pricing import USUAL
@@ -33,7 +33,7 @@ from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.sharding.solve import SolveLimits, choose
+from paraplan.planner.sharding.solve import choose
 from paraplan.rules.time_axis import program_micro, splittable
 
 SAMPLES = (1, 2, 4, 8)

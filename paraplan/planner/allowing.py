@@ -7,6 +7,7 @@ all. The faster is given; what is proved is of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -22,7 +23,7 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import handing_on
 from paraplan.planner.options.placements import ON_DEVICE
 
-KEPT_SHARE, LEAST_SHARE = 0.6, 0.1
+KEPT_SHARE, LEAST_SHARE = 0.5, 0.1
 """Of the time, for plans that keep everything on the device, and what others have at least."""
 
 
@@ -30,7 +31,13 @@ class PlanSearch(Protocol):
     """A search for the fastest plan."""
 
     def __call__(
-        self, job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool
+        self,
+        job: Job,
+        constraints: Constraints,
+        time_limit_s: float,
+        progress: Progress,
+        certify: bool,
+        known: Sequence[BestPlan] = (),
     ) -> BestPlan: ...
 
 
@@ -40,7 +47,7 @@ def allowing(
     """The fastest plan that a search finds, not slower than what it finds where nothing leaves the device.
 
     Args:
-        search: with these arguments.
+        search: with these arguments, and with plans that it is to be faster than.
         job, constraints, time_limit_s, progress, certify: as of `search.search`.
     Raises:
         ConstraintError, InfeasibleError, SolverLimitError: as of the search of all plans.
@@ -48,21 +55,23 @@ def allowing(
     kept = msgspec.structs.replace(constraints.placed(ON_DEVICE), offload="none")
     if constraints.pins_away or (kept.places == constraints.places and not constraints.tiers):
         return search(job, constraints, time_limit_s, progress, certify)
-    deadline, first = Deadline(time_limit_s), None
+    deadline, known = Deadline(time_limit_s), list[BestPlan]()
     with suppress(NoPlanError):
-        first = search(job, kept, KEPT_SHARE * time_limit_s, progress, False)
+        known.append(search(job, kept, KEPT_SHARE * time_limit_s, progress, False))
     try:
-        with handing_on([] if first is None else [first]):
+        with handing_on(known):
             left_s = max(time_limit_s - deadline.passed_s, LEAST_SHARE * time_limit_s)
-            found = search(job, constraints, left_s, progress, certify)
+            found = search(job, constraints, left_s, progress, certify, known)
     except NoPlanError:
-        if first is None:
+        if not known:
             raise
-        return first
-    if first is None or found.step_s <= first.step_s:
+        return known[0]
+    if not known or found.step_s < known[0].step_s:
         return found
-    plan, known = first.plan, found.plan.certificate
-    plan = plan if known is None else certified_as(plan, known)
-    note = f"nothing leaves the device: of plans of which something does the fastest found takes {found.step_s:.4g} s"
+    (first,), proved = known, found.plan.certificate
+    plan = first.plan if proved is None else certified_as(first.plan, proved)
+    others = [each for each in (found.step_s, *(draft.step_s for draft in found.others)) if each > first.step_s]
+    said = f"the fastest found takes {min(others):.4g} s" if others else "none was found that is faster"
+    note = f"nothing leaves the device: of plans of which something does {said}"
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, note), tried=(*plan.tried, *found.plan.tried))
     return replace(first, plan=plan, solve_s=first.solve_s + found.solve_s, total_s=deadline.passed_s)

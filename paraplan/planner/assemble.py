@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import msgspec
@@ -79,6 +80,14 @@ class Decisions:
     splits: tuple[Split | None, ...] = ()
     options: StepOptions = ROOMY
     fixed: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal decisions."""
+        fates = tuple(tuple(sorted(each.items())) for each in self.activations)
+        batch = tuple(sorted(self.batch.items()))
+        layouts = self.ops, self.input_grads, self.params, batch, self.fixed
+        return self.mesh, self.num_microbatches, *layouts, fates, self.splits, self.options
 
 
 def assemble(job: Job, decisions: Decisions) -> Plan:

@@ -9,9 +9,10 @@ import msgspec
 from paraplan.cost_models.predict import predict
 from paraplan.ir.plan import Certificate, Plan
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.passes.cast_holding import AT_EVERY_USE
 from paraplan.planner.schedules.full_rounds import programs_of
-from paraplan.planner.sharding.solve import SCOPE, Candidate, SolveLimits
+from paraplan.planner.sharding.solve import SCOPE, Candidate
 
 IN_EACH_PHASE = "; what forward and backward both read moved in each"
 """Of what a bound is where a segment's forward and backward run as one."""

@@ -1,11 +1,86 @@
-"""One end of time for a whole search, which its stages share."""
+"""Ends of time: of a whole search, which its stages share, and of what they solve."""
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass
 
 FLOOR = 0.1
 """Of a limit: what a stage that must run has at least, however late it is, lest what is easy to find not be found."""
+
+
+@dataclass(frozen=True)
+class Until:
+    """When a piece of a search ends, as `time.perf_counter` counts, and what is still of interest.
+
+    Attributes:
+        found: after which nothing faster is looked for.
+        last: after which nothing is, though nothing was found.
+        below_s: seconds of a step that no other plan is looked for above.
+    """
+
+    found: float = math.inf
+    last: float = math.inf
+    below_s: float = math.inf
+
+    def is_over(self, has_plan: bool) -> bool:
+        """Whether it ends where there is a plan, or none."""
+        return time.perf_counter() > (self.found if has_plan else self.last)
+
+
+EVER = Until()
+"""Time without end."""
+
+
+LATE = 1.5
+"""Times the limit, after which no other plan is tried though none fits yet."""
+QUICKENED = 1.15
+"""How much slower a plan may be before passes (`planner.passes`) than one after them, and be fitted."""
+
+
+@dataclass(frozen=True)
+class SolveLimits:
+    """Bounds on the search.
+
+    Attributes:
+        time_s: of solver time, for all tries on one mesh.
+        memory_bytes: per device.
+        relative_gap: of the objective, at which to stop proving.
+        backend: who solves what messages leave open.
+        certify: whether a bound on the step is looked for, which takes most of the time on small problems; without,
+            it is 0.
+        known_s: the step of a plan found elsewhere, infinite for none: after the limit no other is tried though none
+            fits yet.
+        found_s: likewise, of one that no pass has made faster.
+    """
+
+    time_s: float
+    memory_bytes: float
+    relative_gap: float = 2e-3
+    backend: str = "mathopt-highs"
+    certify: bool = True
+    known_s: float = math.inf
+    found_s: float = math.inf
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether one is known."""
+        return min(self.known_s, self.found_s) < math.inf
+
+    @property
+    def passable_s(self) -> float:
+        """The step below which a plan may be the fastest, after passes."""
+        return math.inf if self.certify else QUICKENED * self.known_s
+
+    def until(self, began: float) -> Until:
+        """When what began then (`time.perf_counter`) ends, and what it has to be faster than."""
+        below_s = math.inf if self.certify else min(self.passable_s, self.found_s)
+        return Until(began + self.time_s, began + (1 if self.has_plan else LATE) * self.time_s, below_s)
+
+    def left_s(self, taken_s: float) -> float:
+        """What is left of the time once so much was taken; a tenth at least, without which a next try finds nothing."""
+        return max(self.time_s - taken_s, 0.1 * self.time_s)
 
 
 class Deadline:

@@ -22,15 +22,21 @@ from paraplan.lowering.blocks import bundle
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.schedules.full_rounds import as_a_whole
 
+FAR = 1.02
+"""How much more than it may a lean plan holds where no other of the same layouts is tried."""
 
-def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf")) -> Realised:
+
+def realise(job: Job, decisions: Decisions, limit_bytes: float = float("inf"), is_doubtful: bool = False) -> Realised:
     """The plan of these decisions where it fits so; else the leaner of it and of `lean`.
 
     Args:
         job: what is planned.
         decisions: made for it.
         limit_bytes: that a device may hold.
+        is_doubtful: whether it hardly fits: if the lean one by far does not, no other is made.
     """
+    if is_doubtful and (other := as_decided(job, lean(decisions))).peak_bytes > FAR * limit_bytes:
+        return other
     found = as_decided(job, decisions)
     if found.peak_bytes <= limit_bytes and not found.over_bytes:
         return found

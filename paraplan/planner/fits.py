@@ -49,8 +49,9 @@ from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.one_stage.all_sharded import all_sharded
 from paraplan.planner.one_stage.nearest_plan import how_near
 from paraplan.planner.one_stage.on_mesh import MOST_LATE
-from paraplan.planner.one_stage.roomier import gathering_later, needed_bytes, with_room
+from paraplan.planner.one_stage.roomier import WORSE, gathering_later, needed_bytes, others_with_room, with_room
 from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
+from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.full_rounds import programs_of
@@ -67,10 +68,6 @@ LATE = 2
 """Searches begun after the time is over."""
 RESORTS = 2
 """Plans that need least memory which are made however late it is, where nothing else was found."""
-OTHERS = 4
-"""Plans made on the way that are looked at."""
-WORSE = 1.2
-"""How much slower than the first a plan may be for no other to be searched."""
 EACH = 0.2
 """Of the time, what a search for fewer bytes has at least."""
 _NEAR = 200
@@ -110,6 +107,7 @@ def _search_room(
     time_limit_s: float = 60.0,
     progress: Progress = lambda text: None,
     certify: bool = True,
+    known: Sequence[BestPlan] = (),
 ) -> BestPlan:
     deadline = Deadline(planning_time_s(time_limit_s), time_limit_s)
     time_limit_s = deadline.limit_s
@@ -117,11 +115,12 @@ def _search_room(
     first_s = (FIRST if looks else 1.0) * time_limit_s
     budget = device_budget(job.cluster, constraints)
     try:
-        first = find(job, constraints, first_s, progress, certify, reserves=looks)
+        drafts = [Draft.of(each.plan) for each in known]
+        first = find(job, constraints, first_s, progress, certify, reserves=looks, known=drafts)
     except KeyboardInterrupt as fault:
         raise Interrupted(_fitting(found_until(fault, BestPlan), budget, looks)) from None
     except SolverLimitError as fault:
-        lean = _fallen_back(job, constraints, deadline, progress)
+        lean = None if known else _fallen_back(job, constraints, deadline, progress)
         if lean is None:
             raise _with_nearest(fault, job, constraints, budget) from None
         return _timed(lean, deadline)
@@ -129,12 +128,13 @@ def _search_room(
     if not looks or needed_bytes(tries[0].plan) <= budget:
         return _timed(tries[0], deadline)
     try:
-        return _timed(_for_fewer(job, constraints, tries, deadline, progress), deadline)
+        rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None, known)
+        return _timed(_for_fewer(rounds, constraints), deadline)
     except KeyboardInterrupt as fault:
         fitting = _fitting([*found_until(fault, BestPlan), *tries], budget, looks)
         raise Interrupted([_last_of([tries[0], each]) for each in fitting]) from None
     except SolverLimitError as fault:
-        lean = _fallen_back(job, constraints, deadline, progress)
+        lean = None if known else _fallen_back(job, constraints, deadline, progress)
         if lean is None:
             raise _with_nearest(fault, job, constraints, budget) from None
         return _timed(_last_of([*tries, lean]), deadline)
@@ -152,7 +152,7 @@ def _fitting(found: Sequence[BestPlan], budget: int, looks: bool) -> list[BestPl
     made = [_with_reserved(each, budget) for each in found]
     fitting = [each for each in made if not looks or needed_bytes(each.plan) <= budget]
     if not fitting:
-        fitting = [other for each in made[:1] for other in _with_room(each, budget, math.inf)]
+        fitting = [other for each in made[:1] for other in others_with_room(each, budget, math.inf)]
     return sorted(fitting, key=lambda each: each.step_s)[:1]
 
 
@@ -185,19 +185,16 @@ def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progres
     return _with_reserved(BestPlan(certified(lean.candidate, 0.0, 1), seconds, seconds), budget)
 
 
-def _for_fewer(
-    job: Job, constraints: Constraints, tries: list[BestPlan], deadline: Deadline, progress: Progress
-) -> BestPlan:
+def _for_fewer(rounds: _Rounds, constraints: Constraints) -> BestPlan:
     """A plan that allocators have room for, of searches for fewer bytes: in the first plan's microbatches and in any on
     its mesh, of which the faster counts, or else on all meshes."""
-    budget = device_budget(job.cluster, constraints)
+    tries, budget, deadline = rounds.tries, rounds.budget, rounds.deadline
     near = on_the_same_mesh(constraints, tries[0].plan)
     near = near if near.mesh != constraints.mesh else constraints
-    rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None)
-    fitting: list[BestPlan] = []
+    fitting = list(rounds.known)
     with handing_on(fitting):
-        fitting += _with_room(tries[0], budget)
-        roomier = with_room(job, constraints, tries[0].plan, budget, deadline, progress)
+        fitting += others_with_room(tries[0], budget)
+        roomier = with_room(rounds.job, constraints, tries[0].plan, budget, deadline, rounds.progress)
         fitting += [replace(tries[0], plan=plan, others=()) for plan in roomier]
         if constraints.microbatches is None and not (fitting and deadline.is_over):
             fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
@@ -205,25 +202,13 @@ def _for_fewer(
             fitting += rounds.fitting(near)
         if near is not constraints and _is_worse(fitting, tries[0]):
             fitting += rounds.fitting(constraints)
-    fitting = fitting or _with_room(tries[0], budget, math.inf)
+    fitting = fitting or others_with_room(tries[0], budget, math.inf)
     if fitting:
         best = min(fitting, key=lambda each: _predicted(each.plan).step_s)
         return _last_of([*(each for each in tries if each is not best), best])
     said = partial(_no_room, budget, tries, deadline)
     why = rounds.why
     raise SolverLimitError(said(why), lambda: said(why and why.explained()))
-
-
-def _with_room(first: BestPlan, budget: int, worse: float = WORSE) -> list[BestPlan]:
-    """The fastest of the other plans made on the way for which allocators have room, if there is one among those that
-    come near the best's step; of however many, where they need not."""
-    near = [draft for draft in first.others if draft.step_s <= worse * first.step_s]
-    for draft in near if math.isinf(worse) else near[:OTHERS]:
-        with suppress(NoPlanError, ConstraintError):
-            found = _with_reserved(BestPlan(draft.made(), 0.0, 0.0), budget)
-            if needed_bytes(found.plan) <= budget:
-                return [found]
-    return []
 
 
 def _is_worse(fitting: Sequence[BestPlan], first: BestPlan, times: float = WORSE) -> bool:
@@ -236,8 +221,10 @@ class _Rounds:
     """Searches for fewer bytes.
 
     Attributes:
-        job, tries, budget, deadline, progress: as for `_for_fewer`; all plans found are put to `tries`.
+        job, budget, deadline, progress: of the whole search.
+        tries: plans found, the first one first: added to.
         cuts_anew: whether a pipeline's stages may be others than its plan's.
+        known: plans that fit: with one, none is begun late.
         why: why the last that found nothing did.
         late: searches begun after the time was over.
     """
@@ -248,13 +235,15 @@ class _Rounds:
     deadline: Deadline
     progress: Progress
     cuts_anew: bool
+    known: Sequence[BestPlan] = ()
     why: NoPlanError | None = None
     late: int = 0
 
     def fitting(self, pins: Constraints) -> list[BestPlan]:
         """A plan that allocators have room for, if one is found under some constraints."""
         low, high, allowed, plan = 0, self.budget, self.budget, self.tries[0].plan
-        for _ in range(ROUNDS if self.late <= LATE else 0):
+        most_late = 0 if self.known else LATE
+        for _ in range(ROUNDS if self.late <= most_late else 0):
             if allowed > low:  # the last search found a plan
                 said = f"{say_size(needed_bytes(plan))} would be reserved of {say_size(self.budget)}"
                 self.progress(f"{said}; planning for less")
@@ -262,7 +251,7 @@ class _Rounds:
                 allowed = high * self.budget // needed_bytes(plan)
             allowed = allowed if allowed > low else (low + high) // 2
             self.late += self.deadline.is_over
-            if high - low <= self.budget // _NEAR or self.late > LATE:
+            if high - low <= self.budget // _NEAR or self.late > most_late:
                 break
             fewer = msgspec.structs.replace(in_the_family(pins, plan) if self.late else pins, memory_bytes=allowed)
             try:
@@ -286,7 +275,8 @@ class _Rounds:
                 again = planned_again(self.job, fewer, plan, Shardings(_unasked), self.cuts_anew)
                 return BestPlan(again, time.perf_counter() - began, time.perf_counter() - began)
         share_s = max(self.deadline.share_s(0.5), EACH * self.deadline.limit_s)
-        return find(self.job, fewer, share_s, self.progress, certify=False)
+        drafts = [Draft.of(each.plan) for each in self.known]
+        return find(self.job, fewer, share_s, self.progress, certify=False, known=drafts)
 
 
 def _unasked(job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None) -> NoReturn:

@@ -17,52 +17,41 @@ from paraplan.cost_models.predict import with_reserved, with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.ir.machine.mesh import Mesh, R, parse_layout
-from paraplan.ir.plan import Plan, Tried
-from paraplan.ir.plan_words import plan_words
+from paraplan.ir.plan import Plan
 from paraplan.ir.process.garbage import seldom_collected
-from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.best_plan import BestPlan, Progress
-from paraplan.planner.certificate import certified, certified_alike, with_pins
+from paraplan.planner.certificate import certified_alike, with_pins
 from paraplan.planner.checks import check_rates, check_room, check_tiers, with_states
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.interrupts import Interrupted, ended, found_until, interrupted_plan
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import no_room
 from paraplan.planner.joint.search_joint import JointSearch, search_joint
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.mixed.search_mixed import allows_mixed, search_mixed
-from paraplan.planner.one_stage.candidate_passes import passed
 from paraplan.planner.one_stage.data_parallel import add_data_parallel
-from paraplan.planner.one_stage.failures import Failure, failure, not_tried
-from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
-from paraplan.planner.one_stage.roomier import needed_bytes, with_room
+from paraplan.planner.one_stage.failures import failure
+from paraplan.planner.one_stage.roomier import needed_bytes, others_with_room, with_room
 from paraplan.planner.one_stage.solved_meshes import SolvedMeshes
-from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.leanest import what_would_do
-from paraplan.planner.passes.placement_note import places_note
-from paraplan.planner.passes.update_placement import placed
-from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline import alone_note
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.schedules.full_rounds import programs_of
-from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, choose
-
-HIDDEN = 0.02
-"""How much more work than the best plan's three axes may take and still be solved: a plan that moves more may hide it
-better, though on the meshes measured never by as much."""
+from paraplan.planner.sharding.solve import choose
 
 TIGHTER = 3
 """How often one stage is searched in all, for fewer bytes each time, where allocators have no room for its plan."""
 ENOUGH, HALF = 0.02, 0.5
 """How much slower a plan that allocators have room for may be than the one it is made of for no other to be searched;
 of the time limit, after which none is once there is one."""
-ONE_STAGE_SHARE = 0.8
-"""Of what is left of the time, for solving one stage once pipelines were searched."""
+ONE_STAGE_SHARE, ROOMY_SHARE = 0.8, 0.6
+"""Of what is left of the time, for solving one stage; and where room may have to be made for what is found."""
 
 
 def search(
@@ -105,6 +94,7 @@ def find(
     certify: bool = True,
     reserves: bool = False,
     beside: bool = False,
+    known: Sequence[Draft] = (),
 ) -> BestPlan:
     """As `search`, on all devices; errors are not explained yet.
 
@@ -112,6 +102,8 @@ def find(
         job, constraints, time_limit_s, progress, certify: as of `search`.
         reserves: whether pipelines of any degree are to be such as allocators have room for.
         beside: whether plain data parallelism is planned beside it, and not to be here.
+        known: plans that fit, found elsewhere: it ends with its time though it finds none, and where it searches
+            pipelines they are among what it found.
     Raises:
         Interrupted: with the best plan until then, or none.
     """
@@ -122,82 +114,42 @@ def find(
     check_room(job, constraints, device_budget(job.cluster, constraints), time_limit_s)
     listed = _combinations(job, constraints) if constraints.pp != 1 else []
     if any(each.pp > 1 for each in listed):
-        (best, *others), is_interrupted = _pipelines_of(job, constraints, listed, deadline, progress, certify, reserves)
+        shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
+        found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
+        found.know(known)
+        (best, *drafts), is_interrupted = _pipelines_of(found, listed, certify)
         plan = with_pins(best.made(), asked)
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan), *_alike_note(plan)))
-        return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(others)), is_interrupted)
+        return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(drafts)), is_interrupted)
     constraints = msgspec.structs.replace(constraints, pp=1)
     limits = SolveLimits(
-        time_s=time_limit_s, memory_bytes=device_budget(job.cluster, constraints), certify=certify and not job.compiled
+        time_s=time_limit_s,
+        memory_bytes=device_budget(job.cluster, constraints),
+        certify=certify and not job.compiled,
+        known_s=min(map(step_s, known), default=math.inf),
     )
-    solved = SolvedMeshes(candidate_meshes(job, constraints))
+    solved = SolvedMeshes(job, constraints, limits, candidate_meshes(job, constraints), deadline)
     try:
         if not beside:
-            add_data_parallel(solved, job, constraints, limits, deadline, progress)
-        _solve_meshes(solved, job, constraints, limits, deadline, progress)
+            add_data_parallel(solved, progress)
+        solved.solve(progress)
     except KeyboardInterrupt as fault:
         solved.interrupted(fault)
     if not solved.found:
-        kind, said, words = failure(solved.failures)
-        advice = partial(what_would_do, job, solved.meshes[0], constraints, time_limit_s)
-        raise kind(said, lambda: f"{words()}{advice()}") from None
-    if constraints.delayed_update is not None:
-        solved.found = [passed(candidate, limits, constraints, placed) for candidate in solved.found]
-    plan = with_pins(_fastest(solved, limits, constraints, unpriced), asked)
+        raise _none_found(solved) from None
+    fastest, others = solved.fastest(unpriced)
+    plan = with_pins(fastest, asked)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_alike_note(plan)))
     if plan.profile is not None:
         plan = with_used_profile(plan, programs_of(plan))
     solve_s = sum(candidate.solve_s for candidate in solved.found)
-    return ended(BestPlan(plan, solve_s, deadline.passed_s), solved.is_interrupted)
+    return ended(BestPlan(plan, solve_s, deadline.passed_s, others), solved.is_interrupted)
 
 
-def _solve_meshes(
-    solved: SolvedMeshes,
-    job: Job,
-    constraints: Constraints,
-    limits: SolveLimits,
-    deadline: Deadline,
-    progress: Progress,
-) -> None:
-    """Every candidate mesh of one stage; where none has a plan in the usual numbers of microbatches, in others."""
-    found, failures = solved.found, solved.failures
-    for mesh in solved.meshes:
-        if deadline.passed_s >= (1 if found else MOST_LATE) * limits.time_s:
-            solved.late.append(mesh)
-            continue
-        timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == solved.meshes[-1] else 0.5))
-        here = plans_on_mesh(job, mesh, constraints, timed, failures, progress, _cutoff_s(mesh, found))
-        if isinstance(here, Skipped):
-            solved.skipped.append(here)
-        else:
-            found += here
-    failures += [not_tried(mesh, 1) for mesh in solved.late]
-    for mesh in () if found else solved.meshes:
-        if found and deadline.is_over:
-            break
-        timed = replace(limits, time_s=deadline.share_s(1.0 if mesh == solved.meshes[-1] else 0.5))
-        found += with_other_counts(job, mesh, constraints, timed, failures, progress, deadline)
-
-
-def _fastest(solved: SolvedMeshes, limits: SolveLimits, constraints: Constraints, unpriced: Sequence[str]) -> Plan:
-    """The best of the plans found, quickened, with its certificate and what it was chosen from."""
-    found = solved.found
-    best = min(found, key=lambda candidate: candidate.simulation.step_s)
-    try:
-        best = passed(best, limits, constraints)
-    except KeyboardInterrupt as fault:
-        solved.interrupted(fault)
-    unsolved = len(solved.skipped) + len(solved.late)
-    bound_s = min(candidate.bound_s for candidate in found)
-    bound_s = 0.0 if solved.is_interrupted or math.isinf(bound_s) else bound_s
-    plan = certified(best, bound_s, len(solved.meshes) - unsolved)
-    notes = (*plan.notes, *_meshes_note(found, solved.skipped, solved.late, best), *unpriced, *delay_note(plan))
-    faults = [each.fault for each in solved.failures]
-    return msgspec.structs.replace(
-        plan,
-        notes=(*notes, *places_note(best, found, faults, constraints)),
-        tried=_tried(plan, found, solved.failures, solved.skipped),
-    )
+def _none_found(solved: SolvedMeshes) -> NoPlanError:
+    kind, said, words = failure(solved.failures)
+    advice = partial(what_would_do, solved.job, solved.meshes[0], solved.constraints, solved.deadline.limit_s)
+    return kind(said, lambda: f"{words()}{advice()}")
 
 
 def _alike_note(plan: Plan) -> tuple[str, ...]:
@@ -280,23 +232,17 @@ def prepared(job: Job, constraints: Constraints) -> Job:
     return replace(job, compiled=constraints.compiled, reduce_dtype=constraints.reduce_dtype)
 
 
-def _pipelines_of(
-    job: Job,
-    constraints: Constraints,
-    listed: Sequence[Combination],
-    deadline: Deadline,
-    progress: Progress,
-    certify: bool,
-    reserves: bool,
-) -> tuple[tuple[Draft, ...], bool]:
+def _pipelines_of(found: JointSearch, listed: Sequence[Combination], certify: bool) -> tuple[tuple[Draft, ...], bool]:
     """The fastest plan of those listed, and what else was planned; whether the search was interrupted."""
+    job, deadline, progress, reserves, budget = found.job, found.deadline, found.progress, found.reserves, found.budget
 
     def one_stage(constraints: Constraints, proved: bool, again: bool = True) -> Draft:
         alone, needed, fitting = msgspec.structs.replace(constraints, pp=1), 0, list[Draft]()
         for _ in range(TIGHTER if again else 1):
             try:
-                share_s = deadline.share_s(ONE_STAGE_SHARE)
-                plan = find(job, alone, share_s, progress, proved and not needed, beside=True).plan
+                share_s = deadline.share_s(ROOMY_SHARE if reserves else ONE_STAGE_SHARE)
+                certify, known = proved and not needed, found.drafts
+                best = find(job, alone, share_s, progress, certify, beside=True, known=known)
             except NoPlanError:
                 if not needed:
                     raise
@@ -305,12 +251,13 @@ def _pipelines_of(
                 plans = [each.plan for each in found_until(fault, BestPlan)]
                 plans = [with_reserved(each, programs_of(each), budget) for each in plans] if reserves else plans
                 raise Interrupted([Draft.of(each) for each in plans if needed_bytes(each) <= budget]) from None
-            plan = with_reserved(plan, programs_of(plan), budget) if reserves else plan
+            plan = with_reserved(best.plan, programs_of(best.plan), budget) if reserves else best.plan
             made = Draft.of(plan)
             if not reserves or needed_bytes(plan) <= budget:
                 fitting.append(made)
                 break
-            roomier = [Draft.of(each) for each in with_room(job, alone, plan, budget, deadline, progress)]
+            others = [each.plan for each in others_with_room(best, budget)]
+            roomier = [Draft.of(each) for each in (*others, *with_room(job, alone, plan, budget, deadline, progress))]
             fitting += roomier
             if not roomier:
                 found.roomless.append(made)
@@ -323,9 +270,6 @@ def _pipelines_of(
             raise no_room(needed, budget)
         return min(fitting, key=lambda draft: draft.step_s)
 
-    budget = device_budget(job.cluster, constraints)
-    shardings = Shardings(partial(_sharding, deadline=deadline, progress=progress))
-    found = JointSearch(job, constraints, shardings, progress, deadline, reserves)
     best, *drafts = search_joint(found, listed, one_stage, certify)
     made = [draft.plan for draft in drafts if draft.plan is not None]
     return (Draft.of(certified_alike(best.made(), made)), *drafts), found.is_interrupted
@@ -353,46 +297,3 @@ def _sharding(
         time_s=deadline.share_s(0.5), memory_bytes=device_budget(job.cluster, constraints), certify=False
     )
     return choose(job, mesh, constraints.microbatches or 1, constraints, limits, kept_bytes)
-
-
-def _cutoff_s(mesh: Mesh, found: list[Candidate]) -> float:
-    """The work above which a mesh is skipped; one and two axes never are."""
-    if len(mesh.shape) < 3 or not found:
-        return math.inf
-    return (1 + HIDDEN) * min(candidate.objective_s for candidate in found)
-
-
-def _meshes_note(found: list[Candidate], skipped: list[Skipped], late: list[Mesh], best: Candidate) -> tuple[str, ...]:
-    """What was searched and what was not, where there was a choice."""
-    if len(found) + len(skipped) + len(late) < 2:
-        return ()
-    solved = ", ".join(dict.fromkeys(_shape(candidate.plan.stages[0].mesh) for candidate in found))
-    text = f"meshes solved: {solved}"
-    if skipped:
-        each = ", ".join(f"{_shape(mesh.mesh)} ({mesh.work_s:.4g} s)" for mesh in skipped)
-        text += f"; skipped, as all plans there take more work than this one's {best.objective_s:.4g} s: {each}"
-    if late:
-        text += f"; not solved, as time ran out: {', '.join(map(_shape, late))}"
-    return (text,)
-
-
-def _tried(plan: Plan, found: list[Candidate], failures: list[Failure], skipped: list[Skipped]) -> tuple[Tried, ...]:
-    """What was solved beside the plan, and what was not."""
-    made = [
-        Tried(what=plan_words(each.plan), step_s=each.simulation.step_s, peak_bytes=max(each.simulation.peak_bytes))
-        for each in sorted(found, key=lambda each: -each.simulation.step_s)
-    ]
-    none = [
-        in_vain(f"mesh {_shape(each.mesh)}, {count} microbatch{'es' if count > 1 else ''}", each.fault)
-        for each in failures
-        for count in (each.num_microbatches,)
-    ]
-    less = [
-        in_vain(f"mesh {_shape(each.mesh)}", f"not solved: all plans there take {each.work_s:.4g} s of work or more")
-        for each in skipped
-    ]
-    return kept((*none, *less, *made, planned(plan_words(plan), plan)))
-
-
-def _shape(mesh: Mesh) -> str:
-    return "x".join(map(str, mesh.shape))

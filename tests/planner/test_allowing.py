@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
@@ -35,9 +37,17 @@ class _Said:
         self.asked: list[tuple[Constraints, float]] = []
 
     def __call__(
-        self, job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool
+        self,
+        job: Job,
+        constraints: Constraints,
+        time_limit_s: float,
+        progress: Progress,
+        certify: bool,
+        known: Sequence[BestPlan] = (),
     ) -> BestPlan:
         self.asked.append((constraints, time_limit_s))
+        before = [self.steps[True]] if len(self.asked) == 2 and self.steps[True] else []
+        assert [each.step_s for each in known] == before
         step_s = self.steps[not constraints.tiers]
         if step_s is None:
             raise SolverLimitError("nothing")

@@ -19,13 +19,14 @@ from paraplan.ir.plan import ModelRef
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import FAULT, OPTIMAL_GAP, certified, certified_as, with_pins
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.search import search
 from paraplan.planner.sharding.formulate import network_of
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.objective import work_of_choices
-from paraplan.planner.sharding.solve import Skipped, SolveLimits, decisions_of, problem_of, solve_mesh
+from paraplan.planner.sharding.solve import Skipped, decisions_of, problem_of, solve_mesh
 
 PINS = [
     Constraints(cp=4, cp_mode="alltoall"),

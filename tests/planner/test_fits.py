@@ -30,6 +30,7 @@ from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.fits import search_room
 from paraplan.planner.interrupts import NOTE, Interrupted
 from paraplan.planner.one_stage import nearest_plan
@@ -37,7 +38,6 @@ from paraplan.planner.one_stage.roomier import needed_bytes
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.search import find, search
-from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.report.explain import verdict
 from paraplan.rules.device_kernels import cuda_sums
 

@@ -10,7 +10,6 @@ import pytest
 
 from paraplan.baselines.planners import choosing, plan_by
 from paraplan.ir.plan import Plan
-from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
@@ -18,6 +17,7 @@ from paraplan.planner.fits import search_room
 from paraplan.planner.interrupts import NOTE
 from paraplan.planner.joint.bounding.proving import Bounding
 from paraplan.planner.joint.search_joint import JointSearch
+from paraplan.planner.one_stage import solved_meshes
 from paraplan.planner.one_stage.one_stage_plans import OneStagePlans
 from tests.planner.joint.chains import chained, cluster, group
 from tests.planner.joint.chains import job as chain_job
@@ -95,7 +95,7 @@ def test_an_interrupt_as_a_bound_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_interrupt_as_a_plan_is_quickened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "passed", interrupt)
+    monkeypatch.setattr(solved_meshes, "passed", interrupt)
     best = search_room(four(), Constraints(pp=1, dp=4, microbatches=1))
     certificate = best.plan.certificate
     assert best.is_interrupted and certificate is not None and certificate.status == "feasible"

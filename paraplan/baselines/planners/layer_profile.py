@@ -33,13 +33,13 @@ from paraplan.ir.model.tensor import TensorSpec
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.recompute.stage_recompute import options_of
-from paraplan.planner.sharding.solve import SolveLimits, choose
+from paraplan.planner.sharding.solve import choose
 from paraplan.rules.time_axis import program_micro, splittable
 
 _Number = TypeVar("_Number", int, float)

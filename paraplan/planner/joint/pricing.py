@@ -27,7 +27,7 @@ from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.pricing_order import Kind, Way, steps_of, usual_samples, way_of, ways_of
@@ -38,7 +38,7 @@ from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
 from paraplan.planner.pipeline.prices.stage_totals import Totals
 from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.sharding.solve import SolveLimits, choose
+from paraplan.planner.sharding.solve import choose
 
 SHARES = (0.1, 0.5, 2.0)
 """Prices of what shardings keep, each as a share of the work at which all would be kept."""

@@ -13,11 +13,12 @@ from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
 from paraplan.planner.sharding.formulate import formulate, kept_row, tier_rows, with_rows
 from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
-from paraplan.planner.sharding.solve import SolveLimits, decisions_of, failure_of, problem_of
+from paraplan.planner.sharding.solve import decisions_of, failure_of, problem_of
 
 LESS, AS_QUICK = 0.03, 0.002
 """Of what a sharding keeps, by how much the next has to keep less: of those nearly alike the leaner is taken if it does

@@ -9,15 +9,22 @@ from paraplan.ir.errors import NoPlanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.options.placements import ON_DEVICE
 from paraplan.planner.passes.pass_context import PassContext
 from paraplan.planner.passes.quickened import Pass, quickened
 from paraplan.planner.passes.update_placement import placed
 from paraplan.planner.schedules.full_rounds import programs_of
-from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Skipped, solve_mesh
 
 
-def passed(candidate: Candidate, limits: SolveLimits, constraints: Constraints, by: Pass = quickened) -> Candidate:
+def passed(
+    candidate: Candidate,
+    limits: SolveLimits,
+    constraints: Constraints,
+    by: Pass = quickened,
+    deadline: Deadline | None = None,
+) -> Candidate:
     """The candidate after a pass.
 
     Args:
@@ -25,9 +32,10 @@ def passed(candidate: Candidate, limits: SolveLimits, constraints: Constraints, 
         limits: of the solver.
         constraints: what is pinned stays.
         by: the pass; all of them if not given.
+        deadline: after which nothing is tried.
     """
     made = Realised(candidate.plan, programs_of(candidate.plan), candidate.simulation)
-    made = by(made, PassContext(int(limits.memory_bytes), constraints))
+    made = by(made, PassContext(int(limits.memory_bytes), constraints, deadline=deadline))
     return replace(candidate, plan=made.plan, simulation=made.simulation)
 
 

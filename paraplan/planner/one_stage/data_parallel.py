@@ -13,43 +13,33 @@ from dataclasses import replace
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
-from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import Progress
-from paraplan.planner.constraints import Constraints
-from paraplan.planner.deadline import Deadline
 from paraplan.planner.one_stage.on_mesh import plans_on_mesh
 from paraplan.planner.one_stage.solved_meshes import SolvedMeshes
 from paraplan.planner.pipeline.meshes import candidate_meshes, meshes_free
-from paraplan.planner.sharding.solve import Skipped, SolveLimits
+from paraplan.planner.sharding.solve import Skipped
 
 LEVELS = (1, 2, 0, 3)
 SHARE = 0.15
 """Of the time limit, after which no other level is planned."""
 
 
-def add_data_parallel(
-    solved: SolvedMeshes,
-    job: Job,
-    constraints: Constraints,
-    limits: SolveLimits,
-    deadline: Deadline,
-    progress: Progress,
-) -> None:
+def add_data_parallel(solved: SolvedMeshes, progress: Progress) -> None:
     """Add its plans to what was solved, where meshes are free; they prove nothing of other plans.
 
     Args:
         solved: added to.
-        job, constraints: what is planned, and what is pinned.
-        limits, deadline, progress: as of `plans_on_mesh`.
+        progress: told what is being tried.
     """
-    c, n = constraints, job.cluster.num_devices
+    job, c, deadline = solved.job, solved.constraints, solved.deadline
+    n = job.cluster.num_devices
     if n == 1 or not meshes_free(c) or job.program.batch_size % n:
         return
     for zero in LEVELS:
         if deadline.passed_s > SHARE * deadline.limit_s:
             return
         pins = msgspec.structs.replace(c, dp=n, zero=zero, recompute=c.recompute or "none")
-        timed = replace(limits, time_s=deadline.share_s(SHARE), certify=False)
+        timed = replace(solved.limits, time_s=deadline.share_s(SHARE), certify=False)
         with suppress(ConstraintError):  # what the search says of other meshes
             found = plans_on_mesh(job, candidate_meshes(job, pins)[0], pins, timed, [], progress, math.inf)
             if not isinstance(found, Skipped):

@@ -12,18 +12,20 @@ from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.deadline import FLOOR, Deadline
+from paraplan.planner.deadline import FLOOR, Deadline, SolveLimits
 from paraplan.planner.interrupts import handing_on
 from paraplan.planner.one_stage.candidate_passes import by_places
 from paraplan.planner.one_stage.failures import Failure, not_tried
 from paraplan.planner.options.placements import ANY, ON_DEVICE
 from paraplan.planner.passes.op_by_op import solve_op_by_op
 from paraplan.planner.pipeline.microbatches import MOST_ORDERED, most_first, other_counts, usual_counts
-from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
-from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
+from paraplan.planner.recompute.solve_jointly import Fits, solve_with_recomputation
+from paraplan.planner.sharding.solve import Candidate, Skipped, solve_mesh
 
 MOST_LATE = 2.0
 """Times the limit, after which nothing more is tried though nothing was found."""
+EACH = 0.5
+"""Of the time left, for a number of microbatches that others follow."""
 MOST_CALLS = 100_000
 """Segments times microbatches that are not begun after the limit: to lower and simulate them takes a minute."""
 
@@ -60,7 +62,8 @@ def plans_on_mesh(
             continue
         with handing_on(found):
             progress(_tried_words(mesh, count))
-            here = _solve(job, mesh, count, constraints, clock, failures, cutoff_s)
+            part = _Clock(clock.part(1.0 if count == counts[-1] else EACH))
+            here = _solve(job, mesh, count, constraints, part, failures, cutoff_s)
         if isinstance(here, Skipped):
             return found or here
         found += here
@@ -150,10 +153,10 @@ def _solve(
     do come beside those of which only states do, so that allowing more is never worse; gradients wait elsewhere than
     where they are used only where nothing is found without."""
     rungs = [constraints.placed(choice) for choice in constraints.placing.rungs(constraints.tiers)]
-    found: list[Candidate] = []
+    found, fits = list[Candidate](), Fits()
     with handing_on(found):
         for rung in rungs:
-            if found and rung.place_grads == ANY:
+            if found and (rung.place_grads == ANY or clock.is_over):
                 break
             if constraints.recompute in (None, "none"):
                 try:
@@ -167,9 +170,12 @@ def _solve(
                     failures.append(Failure(fault, mesh, count))
                     if rung.place_params == ANY and isinstance(fault, SolverLimitError):
                         found += by_places(job, mesh, count, rung, clock.left)
-            if not _keeps_all(constraints):
+            if not _keeps_all(constraints) and not (clock.is_over and (found or clock.left.has_plan)):
                 try:
-                    found.append(solve_with_recomputation(job, mesh, count, rung, clock.left))
+                    found_s = min((each.simulation.step_s for each in found), default=math.inf)
+                    limits = clock.left
+                    limits = replace(limits, found_s=min(limits.found_s, found_s))
+                    found += solve_with_recomputation(job, mesh, count, rung, limits, fits)
                 except NoPlanError as fault:
                     # What is kept whatever is recomputed does not get less with smaller microbatches.
                     failures.append(Failure(fault, mesh, count, isinstance(fault, InfeasibleError)))

@@ -72,11 +72,14 @@ class OneStagePlans:
         if pinned or not meshes_free(self.constraints) or self.job.program.batch_size % n:
             return
 
+        known = len(self.drafts)
+
         def fits(zero: int, recompute: str | None = "none") -> bool:
-            late = self.drafts and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
+            late = len(self.drafts) > known and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
             return not late and self._fits(partial(self.make, again=not self.drafts), recompute, dp=n, zero=zero)
 
-        if fits(1) and self.drafts[-1].sample.num_microbatches == (self.constraints.microbatches or 1):
+        # Where something is known, so is that memory binds without what may leave devices here.
+        if not known and fits(1) and self.drafts[-1].sample.num_microbatches == (self.constraints.microbatches or 1):
             fits(0)
             fits(2)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -10,10 +11,14 @@ from paraplan.ir.step_options import ROOMY
 from paraplan.planner.assemble import Job, decided
 from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits, Until
 from paraplan.planner.one_stage.candidate_passes import passed
 from paraplan.planner.recompute.split import fit_split, work_s
 from paraplan.planner.recompute.stage_recompute import Unfit
-from paraplan.planner.sharding.solve import Candidate, SolveLimits
+from paraplan.planner.sharding.solve import Candidate
+
+WORST = 1.5
+"""How much longer a step may be, before passes."""
 
 
 def refitted(job: Job, plan: Plan, constraints: Constraints, limit_bytes: int, within_s: float) -> Plan | None:
@@ -25,16 +30,19 @@ def refitted(job: Job, plan: Plan, constraints: Constraints, limit_bytes: int, w
         plan: priced.
         constraints: under which it was.
         limit_bytes: that a device may hold.
-        within_s: seconds after which no faster one is looked for.
+        within_s: seconds after which none is looked for.
     """
     pinned = constraints.recompute is not None or plan.memory_actions is not None
-    if len(plan.stages) > 1 or pinned or constraints.tiers:
+    if len(plan.stages) > 1 or pinned:
         return None
     job = replace(job, program=plan.program, compiled=plan.compiled, reduce_dtype=plan.reduce_dtype)
     fixed = bool(constraints.params)
     known = decided(plan, plan.stages[0].mesh)
     decisions = replace(known, options=ROOMY, fixed=fixed)
-    found = fit_split(job, decisions, limit_bytes, (), time.perf_counter() + within_s)
+    worst_s = math.inf if plan.prediction is None else WORST * plan.prediction.step_s
+    last = time.perf_counter() + within_s
+    until = Until(last, last, worst_s)
+    found = fit_split(job, decisions, limit_bytes, constraints.tiers, until)
     if isinstance(found, Unfit):
         return None
     candidate = Candidate(found.plan, found.simulation, work_s(found.simulation), 0.0, "feasible", 0.0, True)

@@ -7,14 +7,18 @@ too much, and a little more each time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 from paraplan.cost_models.predict import predict, with_reserved
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Job
+from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.certificate import certified_as
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
@@ -22,7 +26,10 @@ from paraplan.planner.evaluate_plan import gathers_large
 from paraplan.planner.one_stage.refitted import refitted
 from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
 
-REFITS, REFIT_STEP = 5, 0.02
+OTHERS, WORSE = 4, 1.2
+"""Plans made on the way that are looked at; how much slower than the first a plan may be for no other to be
+searched."""
+REFITS, REFIT_STEP = 5, 0.01
 """How often a plan is to recompute more; of the budget, by how much at least, times how often it has been."""
 
 
@@ -80,6 +87,25 @@ def _recomputing_more(
         plan = with_reserved(found, programs_of(found), budget)
         if needed_bytes(plan) <= budget:
             return [plan]
+    return []
+
+
+def others_with_room(first: BestPlan, budget: int, worse: float = WORSE) -> list[BestPlan]:
+    """The fastest of the other plans made on the way for which allocators have room, if there is one among those that
+    come near the best's step; of however many, where they need not.
+
+    Args:
+        first: a search's answer.
+        budget: bytes a device may hold.
+        worse: how much slower than it they may be.
+    """
+    near = [draft for draft in first.others if draft.step_s <= worse * first.step_s]
+    for draft in near if math.isinf(worse) else near[:OTHERS]:
+        with suppress(NoPlanError, ConstraintError):
+            plan = draft.made()
+            plan = with_reserved(plan, programs_of(plan), budget)
+            if needed_bytes(plan) <= budget:
+                return [BestPlan(plan, 0.0, 0.0)]
     return []
 
 

@@ -24,6 +24,7 @@ from paraplan.ir.sizes import say_size
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
 from paraplan.planner.memory.problem import MemoryProblem
 from paraplan.planner.memory.relaxations.least_budget import LeastBytes, least_need
@@ -31,7 +32,7 @@ from paraplan.planner.memory.reruns import Arrays
 from paraplan.planner.memory.single_device import memory_problem, memory_tiers, peak_without
 from paraplan.planner.options.placements import ON_DEVICE
 from paraplan.planner.pipeline.microbatches import most_to_order
-from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Skipped, solve_mesh
 
 ROOM = float(1 << 60)
 BUDGETS = 3

@@ -16,9 +16,10 @@ from paraplan.ir.errors import SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.memory.plan_memory import MemoryLimits
 from paraplan.planner.memory.single_device import memory_tiers, schedule_memory
-from paraplan.planner.sharding.solve import Candidate, Skipped, SolveLimits, solve_mesh
+from paraplan.planner.sharding.solve import Candidate, Skipped, solve_mesh
 
 ROOM = float(1 << 60)
 MOST_S = 30.0

@@ -13,7 +13,7 @@ from paraplan.planner.passes.pass_context import PassContext
 from paraplan.planner.passes.state_placement import choose_places
 from paraplan.planner.schedules.full_rounds import as_a_whole
 
-SHARE = 0.1
+SHARE = 0.25
 """Of the time left, what is taken for it where there is a deadline."""
 
 

@@ -14,8 +14,9 @@ kept in part: that is a heuristic, whose distance from the bound the certificate
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +26,7 @@ from paraplan.ir.machine.tiers import NEAREST, TIERS
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits, Until
 from paraplan.planner.decision_classes import largest_param
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.recompute.presets import preset_activations
@@ -37,9 +39,7 @@ from paraplan.planner.sharding.network.optimise import Optimum, optimise
 from paraplan.planner.sharding.proof.exposed import proof_network
 from paraplan.planner.sharding.proof.step_bound import step_bound
 from paraplan.planner.sharding.solve import (
-    LATE,
     Candidate,
-    SolveLimits,
     check_objective,
     decisions_of,
     least_memory,
@@ -52,16 +52,27 @@ from paraplan.planner.solvers.milp import Status
 ROUNDS = 6
 """Layouts tried with less and less memory."""
 LEANER, IN_VAIN = 0.7, 2
-"""Of what layouts keep, what the next leaner ones may; how many in a row may be no faster until no others are tried."""
+"""Of what layouts keep, what the next leaner ones may; how many in a row may be no faster, or hold too much though they
+kept nothing, until no others are tried."""
+
+
+Fits = dict[Hashable, Fitted | Unfit]
+"""What layouts have to recompute, by what they are."""
 
 
 def solve_with_recomputation(
-    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, limits: SolveLimits
-) -> Candidate:
-    """The best plan found on a mesh that may recompute activations.
+    job: Job,
+    mesh: Mesh,
+    num_microbatches: int,
+    constraints: Constraints,
+    limits: SolveLimits,
+    fits: Fits | None = None,
+) -> list[Candidate]:
+    """Plans found on a mesh that may recompute activations: the best, and slower ones in leaner layouts.
 
     Args:
         job, mesh, num_microbatches, constraints, limits: as of `solve_mesh`.
+        fits: known of the same mesh, microbatches and memory, from other places of parameters and states: added to.
     Raises:
         InfeasibleError: proved: parameters, gradients and states alone do not fit.
         SolverLimitError: nothing was found.
@@ -71,43 +82,27 @@ def solve_with_recomputation(
     formulation = formulate(space)
     network = formulation.network
     base = memory_rows(space, limits.memory_bytes, activations=False)
-    rows, solve_s = base, 0.0
-    layouts = _Layouts(job, mesh, num_microbatches, constraints, limits, space, network, began)
-    closest: tuple[Decisions, Unfit] | None = None
-    on_mesh = f"{say_size(limits.memory_bytes)} per device on mesh {mesh.shape}"
-    not_found = partial(_not_found, job, mesh, constraints, limits)
-    for attempt in range(ROUNDS):
-        if attempt and time.perf_counter() - began > LATE * limits.time_s:
-            raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
-        found = layouts.chosen(rows)
-        solve_s += found.solve_s
-        if found.choices is None:
-            if found.status is Status.INFEASIBLE and attempt == 0:
-                raise InfeasibleError(f"no sharding fits {on_mesh}", partial(_too_small, job, space, mesh, limits))
-            raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
-        decisions = layouts.decisions(found)
-        fitted = layouts.fitted(decisions)
-        if isinstance(fitted, Fitted):
-            break
-        if closest is None or fitted.peak_bytes < closest[1].peak_bytes:
-            closest = decisions, fitted
-        over, kept = fitted.peak_bytes / limits.memory_bytes - 1, LEANER * layouts.kept(base, found)
-        rows = tuple(replace(row, limit=max(min(row.limit - over, kept), 1e-9)) for row in rows)
-    else:
-        raise SolverLimitError(f"no plan under {on_mesh} was found", partial(not_found, closest))
-    found, fitted = layouts.leaner(base, found, fitted)
-    assert found.choices is not None
-    work = network.work(found.choices)
+    layouts = _Layouts(
+        job, mesh, num_microbatches, constraints, limits, space, network, began, {} if fits is None else fits
+    )
+    found, fitted, solve_s = layouts.first(base)
+    made = sorted(layouts.leaner(base, found, fitted), key=lambda each: each[1].simulation.step_s)
+    found, choices = made[0][0], made[0][0].choices
+    assert choices is not None
     started = time.perf_counter()
     bound_s = 0.0
     if limits.certify:
         left_s = limits.left_s(started - began)
         bounded = with_rows(proof_network(job, space, formulation, constraints), base)
-        bound_s = step_bound(bounded, bounded.work(found.choices), found.multipliers[: len(base)], left_s)
+        bound_s = step_bound(bounded, bounded.work(choices), found.multipliers[: len(base)], left_s)
     solve_s += time.perf_counter() - started
-    return Candidate(
-        fitted.plan, fitted.simulation, float(work.sum()) + fitted.extra_s, bound_s, "feasible", solve_s, True
-    )
+
+    def candidate(found: Optimum, fitted: Fitted, solve_s: float) -> Candidate:
+        assert found.choices is not None
+        work_s = float(network.work(found.choices).sum()) + fitted.extra_s
+        return Candidate(fitted.plan, fitted.simulation, work_s, bound_s, "feasible", solve_s, True)
+
+    return [candidate(*made[0], solve_s), *(candidate(*each, 0.0) for each in made[1:])]
 
 
 @dataclass(frozen=True)
@@ -118,6 +113,7 @@ class _Layouts:
         job, mesh, num_microbatches, constraints, limits: as of `solve_with_recomputation`.
         space, network: the problem.
         began: when (`time.perf_counter`).
+        fits: those known.
     """
 
     job: Job
@@ -128,6 +124,40 @@ class _Layouts:
     space: Space
     network: Network
     began: float
+    fits: Fits
+
+    def first(self, base: tuple[Row, ...]) -> tuple[Optimum, Fitted, float]:
+        """Those of least work that fit with something recomputed, and the seconds it took to solve for them.
+
+        Raises:
+            InfeasibleError, SolverLimitError: as of `solve_with_recomputation`.
+        """
+        rows, solve_s, in_vain, until = base, 0.0, 0, self.limits.until(self.began)
+        closest: tuple[Decisions, Unfit] | None = None
+        on_mesh = f"{say_size(self.limits.memory_bytes)} per device on mesh {self.mesh.shape}"
+        given = self.job, self.mesh, self.constraints, self.limits
+        for attempt in range(ROUNDS):
+            if in_vain == IN_VAIN or (attempt and until.is_over(False)):
+                break
+            found = self.chosen(rows)
+            solve_s += found.solve_s
+            if found.choices is None and found.status is Status.INFEASIBLE and attempt == 0:
+                said = partial(_too_small, self.job, self.space, self.mesh, self.limits)
+                raise InfeasibleError(f"no sharding fits {on_mesh}", said)
+            if found.choices is None:
+                break
+            decisions = self.decisions(found)
+            fitted = self.fitted(decisions)
+            if isinstance(fitted, Fitted):
+                return found, fitted, solve_s
+            if fitted.is_slow:
+                raise SolverLimitError(f"no plan on mesh {self.mesh.shape} is faster than those found")
+            if closest is None or fitted.peak_bytes < closest[1].peak_bytes:
+                closest = decisions, fitted
+            over, kept = fitted.peak_bytes / self.limits.memory_bytes - 1, self.kept(base, found)
+            in_vain += over > kept
+            rows = tuple(replace(row, limit=max(min(row.limit - over, LEANER * kept), 1e-9)) for row in rows)
+        raise SolverLimitError(f"no plan under {on_mesh} was found", partial(_not_found, *given, closest))
 
     def chosen(self, rows: Sequence[Row]) -> Optimum:
         """Of least work under some rows of memory."""
@@ -143,46 +173,47 @@ class _Layouts:
         fixed = bool(self.constraints.params)
         return decisions_of(self.job, self.space, self.mesh, self.num_microbatches, choices, fixed)
 
-    def fitted(self, decisions: Decisions) -> Fitted | Unfit:
-        """With as little recomputed as fits."""
-        stop = self.began + self.limits.time_s
-        return _recomputing(self.job, decisions, self.constraints, self.limits.memory_bytes, stop)
+    def fitted(self, decisions: Decisions, below_s: float = math.inf) -> Fitted | Unfit:
+        """With as little recomputed as fits, where that may be faster than so many seconds."""
+        if decisions.key not in self.fits:
+            until, room = self.limits.until(self.began), self.limits.memory_bytes
+            until = replace(until, below_s=min(until.below_s, below_s))
+            self.fits[decisions.key] = _recomputing(self.job, decisions, self.constraints, room, until)
+        return self.fits[decisions.key]
 
     def kept(self, base: Sequence[Row], found: Optimum) -> float:
         """What layouts keep, of what a device may hold."""
         assert found.choices is not None
         return float(with_rows(self.network, tuple(base)).activity(found.choices).max())
 
-    def leaner(self, base: Sequence[Row], found: Optimum, fitted: Fitted) -> tuple[Optimum, Fitted]:
-        """The fastest of what was found and of layouts that keep less and less."""
-        best, in_vain, last = (found, fitted), 0, found
+    def leaner(self, base: Sequence[Row], found: Optimum, fitted: Fitted) -> list[tuple[Optimum, Fitted]]:
+        """What was found, and layouts that keep less and less, until they are no faster."""
+        made, best, in_vain, last = [(found, fitted)], fitted, 0, found
         if self.constraints.recompute is not None and not self.constraints.tiers:  # the same, whatever room there is
-            return best
-        while in_vain < IN_VAIN and best[1].extra_s > 0 and self._has_time:
+            return made
+        while in_vain < IN_VAIN and best.extra_s > 0 and not self.limits.until(self.began).is_over(True):
             kept = LEANER * self.kept(base, last)
             last = self.chosen([replace(row, limit=min(row.limit, kept)) for row in base])
             if last.choices is None:
                 break
-            other = self.fitted(self.decisions(last))
+            other = self.fitted(self.decisions(last), best.simulation.step_s)
             in_vain += 1
-            if isinstance(other, Fitted) and other.simulation.step_s < best[1].simulation.step_s:
-                best, in_vain = (last, other), 0
-        return best
-
-    @property
-    def _has_time(self) -> bool:
-        return time.perf_counter() - self.began < self.limits.time_s
+            if isinstance(other, Fitted):
+                made.append((last, other))
+                if other.simulation.step_s < best.simulation.step_s:
+                    best, in_vain = other, 0
+        return made
 
 
 def _recomputing(
-    job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float, stop: float
+    job: Job, decisions: Decisions, constraints: Constraints, limit_bytes: float, until: Until
 ) -> Fitted | Unfit:
     """As little recomputed, copied away and run in chunks as fits, or what is pinned; else what comes closest."""
     pinned = constraints.recompute
     if pinned is None:
-        return fit_split(job, decisions, limit_bytes, constraints.tiers, stop)
+        return fit_split(job, decisions, limit_bytes, constraints.tiers, until)
     if constraints.tiers:
-        return fit(job, decisions, limit_bytes, pinned, constraints.tiers)
+        return fit(job, decisions, limit_bytes, pinned, constraints.tiers, until)
     made = realise(job, replace(decisions, activations=preset_activations(job.program, pinned)), limit_bytes)
     if made.peak_bytes > limit_bytes:
         return Unfit(made.plan, float(made.peak_bytes), peak_instant(made))

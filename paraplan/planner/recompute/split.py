@@ -11,8 +11,6 @@ Source: TSplit (Nie et al. 2022) splits where memory peaks, as here; it prices s
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +22,7 @@ from paraplan.ir.plan import Plan, Split
 from paraplan.lowering.blocks.forward import chosen_strategies
 from paraplan.lowering.rewrites.chunks import chunkable_dims, gradients_known
 from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.deadline import EVER, Until
 from paraplan.planner.evaluate_plan import realise
 from paraplan.planner.recompute.stage_recompute import Fitted, Unfit, fit
 from paraplan.planner.sharding.instants import peak_instant
@@ -36,7 +35,7 @@ ROUNDS = 10
 
 
 def fit_split(
-    job: Job, decisions: Decisions, limit_bytes: float, tiers: Sequence[str] = (), stop: float = math.inf
+    job: Job, decisions: Decisions, limit_bytes: float, tiers: Sequence[str] = (), until: Until = EVER
 ) -> Fitted | Unfit:
     """A plan with these layouts, recomputation and splits: the fastest found, or the one that is closest to fitting.
 
@@ -45,24 +44,25 @@ def fit_split(
         decisions: layouts, and what is split at first.
         limit_bytes: that a device may hold.
         tiers: that activations may wait on.
-        stop: `time.perf_counter()` after which no faster one is looked for.
+        until: when no other one is looked for, and the step below which one is of interest.
     """
     best: Fitted | None = None
     closest: Unfit | None = None
     tried = decisions
     for _ in range(ROUNDS):
-        found = fit(job, tried, limit_bytes, None, tiers)
+        found = fit(job, tried, limit_bytes, None, tiers, until)
         if isinstance(found, Fitted):
             if best is not None and found.simulation.step_s >= best.simulation.step_s:
                 break
             best = found
-            if not found.extra_s or time.perf_counter() > stop:
+            if not found.extra_s:
                 break
         elif best is not None or (closest is not None and found.peak_bytes >= closest.peak_bytes):
             break
         else:
             closest = found
-        further = split_where_it_peaks(tried, found)
+        is_last = until.is_over(best is not None) or (isinstance(found, Unfit) and found.is_slow)
+        further = None if is_last else split_where_it_peaks(tried, found)
         if further is None:
             break
         tried = further

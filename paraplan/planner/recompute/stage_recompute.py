@@ -9,7 +9,8 @@ Equal segments are interchangeable, so what is chosen is how many of each kind t
                per tier: sum n[k, o] · away_bytes[k, o] <= its room,
                sum n[k, o] · copy_s[k, o] <= compute of the forwards + stalls away, and of the backwards + stalls back
 
-a small integer program, solved exactly. The first segments of a kind take the leanest options: what they save lives
+a small integer program, solved exactly, or within a thousandth of its seconds where values may wait elsewhere: the rest
+takes a hundred times as long to prove. The first segments of a kind take the leanest options: what they save lives
 longest. The plan is then lowered and simulated; what is still too much is taken from what fits, until nothing is.
 
 Limits: what recomputing and copies under way hold for a moment is found by the simulation alone, and then charged to
@@ -18,6 +19,7 @@ every instance; where in a phase copies fall is not seen, so the simulator decid
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +38,7 @@ from paraplan.lowering.blocks.forward import LoweredForward
 from paraplan.lowering.blocks.remat import boundary_values
 from paraplan.lowering.stage_blocks import PlanBlocks
 from paraplan.planner.assemble import Decisions, Job
+from paraplan.planner.deadline import EVER, Until
 from paraplan.planner.evaluate_plan import as_decided, gave_up, realise
 from paraplan.planner.recompute.inputs_held import held_shares, with_inputs
 from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
@@ -47,6 +50,10 @@ from paraplan.planner.solvers.milp import MilpBuilder, solve
 ROUNDS = 12
 """Plans simulated before giving up."""
 
+NEARLY, TIME_S = 1e-3, 2.0
+"""How near the best a choice of what waits elsewhere is, and the seconds a choice may take."""
+SLOW = 1.05
+"""How much longer than the best a plan may promise to take and be made."""
 HIDDEN_SHARE = 0.05
 """What a second of copying beside compute counts against one of recomputing."""
 
@@ -63,11 +70,13 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A plan over its budget with all recomputed or away that may be: its peak, and where that is."""
+    """A plan over its budget with all recomputed or away that may be: its peak, and where that is; or one that with
+    everything kept is too slow for any to be of interest."""
 
     plan: Plan
     peak_bytes: float
     peak: Instant | None
+    is_slow: bool = False
 
 
 def options_of(
@@ -133,7 +142,12 @@ def _handed(kind: SegmentKind, forward: LoweredForward, extended: tuple[int, ...
 
 
 def fit(
-    job: Job, decisions: Decisions, limit_bytes: float, recompute: str | None = None, tiers: Sequence[str] = ()
+    job: Job,
+    decisions: Decisions,
+    limit_bytes: float,
+    recompute: str | None = None,
+    tiers: Sequence[str] = (),
+    until: Until = EVER,
 ) -> Fitted | Unfit:
     """A plan with these layouts and splits that fits, recomputing and copying away as little as that takes.
 
@@ -145,23 +159,36 @@ def fit(
         limit_bytes: of a device.
         recompute: as in `Constraints`.
         tiers: where activations may wait.
+        until: when no other way is tried, and the step below which one is of interest.
     Returns:
         The plan; or, where even the leanest is not enough, the one that peaks lowest.
     """
-    kept, making = realise(job, decisions, limit_bytes), partial(realise, limit_bytes=limit_bytes)
+    if until.below_s < math.inf:
+        roomy = as_decided(job, decisions)
+        if roomy.simulation.step_s >= until.below_s:
+            return Unfit(roomy.plan, float(roomy.peak_bytes), peak_instant(roomy), is_slow=True)
+    kept = realise(job, decisions, limit_bytes)
+    making = partial(realise, limit_bytes=limit_bytes, is_doubtful=True)
     ways: list[tuple[str | None, Sequence[str]]] = [(recompute, tiers)]
     if tiers:
         ways += [(recompute, ()), *([("none", tiers)] if recompute is None else [])]
-    found: list[Fitted | Unfit]
+    found: list[Fitted | Unfit] = []
     if kept.peak_bytes <= limit_bytes and not kept.over_bytes and recompute in (None, "none"):
         found = [Fitted(kept.plan, kept.simulation, 0.0, peak_instant(kept))]
     else:
-        found = [_fit(job, decisions, limit_bytes, kept, options_of(kept.plan, *way), making) for way in ways]
+        for way in ways:
+            if found and until.is_over(any(isinstance(each, Fitted) for each in found)):
+                break
+            below_s = min((each.simulation.step_s for each in found if isinstance(each, Fitted)), default=math.inf)
+            options, below_s = options_of(kept.plan, *way), min(below_s, until.below_s)
+            found.append(_fit(job, decisions, limit_bytes, kept, options, making, below_s))
     plans = [each for each in found if isinstance(each, Fitted)]
+    if not plans and all(isinstance(each, Unfit) and each.is_slow for each in found):
+        return found[0]
     if not plans:
         return min((each for each in found if isinstance(each, Unfit)), key=lambda each: each.peak_bytes)
     best = min(plans, key=lambda each: each.simulation.step_s)
-    if gave_up(best.plan, decisions) and (recompute is None or tiers):
+    if gave_up(best.plan, decisions) and (recompute is None or tiers) and not until.is_over(True):
         made = as_decided(job, decisions)
         roomier = _fit(job, decisions, limit_bytes, made, options_of(made.plan, *ways[0]), as_decided)
         if isinstance(roomier, Fitted) and roomier.simulation.step_s < best.simulation.step_s:
@@ -176,8 +203,10 @@ def _fit(
     kept: Realised,
     options: Sequence[tuple[RematOption, ...]],
     make: Callable[[Job, Decisions], Realised],
+    below_s: float = math.inf,
 ) -> Fitted | Unfit:
-    """As `fit`, of some options; `kept` is the plan that keeps everything, `make` makes others."""
+    """As `fit`, of some options; `kept` is the plan that keeps everything, `make` makes others, of which none is if it
+    promises to take longer than so many seconds."""
     segments, devices = job.program.segments, decisions.mesh.devices
     rooms = {
         tier: float(job.cluster.room_bytes(tier, devices)) for tier in {o.tier for of in options for o in of} - {""}
@@ -186,6 +215,7 @@ def _fit(
     taken = (0,) * len(segments)
     allowed = float(sum(options[segment.kind][0].saved_bytes for segment in segments))
     times, least = phase_seconds(kept.simulation), kept
+    short, asked = math.inf, 1
     for _ in range(ROUNDS):
         chosen = [options[segment.kind][at] for segment, at in zip(segments, taken, strict=True)]
         activations = tuple(option.activations for option in chosen)
@@ -197,12 +227,18 @@ def _fit(
         if not made.over_bytes:
             least = min(least, made, key=lambda each: each.peak_bytes)
         if made.peak_bytes > limit_bytes:
-            allowed = min(allowed, sum(option.saved_bytes for option in chosen) - (made.peak_bytes - limit_bytes))
+            # What it peaks at may hardly depend on what is saved: then ever more is asked for.
+            over_bytes = made.peak_bytes - limit_bytes
+            short, asked = over_bytes, 4 * asked if over_bytes > short / 2 else asked
+            allowed = min(allowed, sum(option.saved_bytes for option in chosen) - asked * over_bytes)
         spare = {tier: size - max(over[tier], 0) for tier, size in spare.items()}
         following = choose(job.program, options, allowed, spare, times, decisions.num_microbatches)
         following = full(job.program, options) if following is None else following
         if following == taken:
             break
+        picked = [options[segment.kind][at] for segment, at in zip(segments, following, strict=True)]
+        if kept.simulation.step_s + added_s(picked, times, decisions.num_microbatches) > SLOW * below_s:
+            return Unfit(least.plan, float(least.peak_bytes), peak_instant(least), is_slow=True)
         taken = following
     return Unfit(least.plan, float(least.peak_bytes), peak_instant(least))
 
@@ -217,6 +253,20 @@ def phase_seconds(simulation: Simulation) -> tuple[float, float]:
         if span.stream == COMPUTE and span.phase in busy:
             busy[span.phase] += span.busy_s
     return busy["F"], busy["B"]
+
+
+def added_s(picked: Sequence[RematOption], times: tuple[float, float], num_microbatches: int) -> float:
+    """Seconds of recomputing, and of waiting for copies that compute does not hide.
+
+    Args:
+        picked: options, one per segment.
+        times, num_microbatches: as of `choose`.
+    """
+    copy_s = dict.fromkeys((option.tier for option in picked), 0.0)
+    for option in picked:
+        copy_s[option.tier] += option.copy_s * num_microbatches
+    stalled_s = sum(max(0.0, taken_s - seconds) for taken_s in copy_s.values() for seconds in times)
+    return sum(option.extra_s for option in picked) * num_microbatches + stalled_s
 
 
 def full(program: Program, options: Sequence[tuple[RematOption, ...]]) -> tuple[int, ...]:
@@ -271,7 +321,7 @@ def choose(
             stalled = builder.add_columns(1, objective=1.0)
             copied = [-picked[column].copy_s * num_microbatches / scale for column in there]
             builder.add_row([*there, stalled], [*copied, 1.0], lower=-seconds / scale)
-    found = solve(builder.build(), time_limit_s=10.0)
+    found = solve(builder.build(), time_limit_s=TIME_S, relative_gap=NEARLY if any(o.tier for o in picked) else 1e-9)
     if found.values is None:
         return None
     taken = {key: round(value) for key, value in zip(keys, found.values, strict=False)}

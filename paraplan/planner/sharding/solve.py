@@ -19,6 +19,7 @@ from paraplan.ir.plan import Plan
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.decision_classes import grad_classes, largest_param
 from paraplan.planner.evaluate_plan import gave_up, realise
 from paraplan.planner.sharding.build_space import build_space
@@ -44,34 +45,7 @@ from paraplan.planner.solvers.milp import Status
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""
 
-LATE = 1.5
-"""Times the limit, after which no other plan is tried though none fits yet."""
-
 SCOPE = "one sharding per segment kind, this mesh and microbatch count, captured op order"
-
-
-@dataclass(frozen=True)
-class SolveLimits:
-    """Bounds on the search.
-
-    Attributes:
-        time_s: of solver time, for all tries on one mesh.
-        memory_bytes: per device.
-        relative_gap: of the objective, at which to stop proving.
-        backend: who solves what messages leave open.
-        certify: whether a bound on the step is looked for, which takes most of the time on small problems; without,
-            it is 0.
-    """
-
-    time_s: float
-    memory_bytes: float
-    relative_gap: float = 2e-3
-    backend: str = "mathopt-highs"
-    certify: bool = True
-
-    def left_s(self, taken_s: float) -> float:
-        """What is left of the time once so much was taken; a tenth at least, without which a next try finds nothing."""
-        return max(self.time_s - taken_s, 0.1 * self.time_s)
 
 
 @dataclass(frozen=True)
@@ -161,7 +135,7 @@ def solve_mesh(
     closest: Realised | None = None
     for tries in range(ROUNDS):
         left_s = limits.left_s(time.perf_counter() - began)
-        if tries and time.perf_counter() - began > LATE * limits.time_s:
+        if tries and limits.until(began).is_over(False):
             raise _out_of_tries(space, mesh, limits, closest, tries)
         network = with_rows(problem.network, memory.rows)
         found = optimise(network, left_s, limits.relative_gap, limits.backend, cutoff=cutoff_s)

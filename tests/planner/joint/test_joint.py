@@ -19,6 +19,7 @@ from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.joint import sharding_front
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import PlanningEffort
@@ -30,7 +31,7 @@ from paraplan.planner.search import search
 from paraplan.planner.sharding.formulate import formulate
 from paraplan.planner.sharding.network.cost_network import Network, Row
 from paraplan.planner.sharding.network.optimise import optimise
-from paraplan.planner.sharding.solve import SolveLimits, decisions_of, problem_of
+from paraplan.planner.sharding.solve import decisions_of, problem_of
 from paraplan.planner.sharding.space import Space
 from tests.captures import zoo_job
 from tests.planner.sharding.networks import every_choice, random_network

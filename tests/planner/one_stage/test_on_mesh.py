@@ -6,11 +6,10 @@ import pytest
 
 from paraplan.ir.errors import SolverLimitError
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.one_stage import on_mesh
 from paraplan.planner.one_stage.failures import Failure
 from paraplan.planner.pipeline.meshes import candidate_meshes
-from paraplan.planner.sharding.solve import SolveLimits
 from tests.captures import zoo_job
 
 

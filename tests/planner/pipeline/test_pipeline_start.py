@@ -18,12 +18,13 @@ from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower, lower_alone
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_case import case_of, of_few_microbatches
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from, search_pipeline
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.sharding.solve import SolveLimits, choose
+from paraplan.planner.sharding.solve import choose
 from tests.captures import zoo_job
 
 PINS = Constraints(pp=2, mesh=(2,), microbatches=8, schedule="interleaved")

@@ -23,6 +23,7 @@ from paraplan.lowering import lower_alone, rank_classes
 from paraplan.lowering.rank_classes import lower_anew
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline import activations_of, with_activations
 from paraplan.planner.pipeline.pipeline_case import PipelineCase, case_of
@@ -32,7 +33,7 @@ from paraplan.planner.recompute import class_memory
 from paraplan.planner.recompute.class_memory import ClassMemory, until_full
 from paraplan.planner.recompute.presets import preset_activations
 from paraplan.planner.schedules.named import NAMED
-from paraplan.planner.sharding.solve import SolveLimits, choose
+from paraplan.planner.sharding.solve import choose
 
 LIMITS = SolveLimits(time_s=60.0, memory_bytes=1 << 60, certify=False)
 ROOM = 1 << 40

@@ -25,10 +25,10 @@ from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.options.values import PRESETS
 from paraplan.planner.recompute.solve_jointly import solve_with_recomputation
 from paraplan.planner.search import search
-from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.runtime.in_process import InProcessTrainer
 from tests.captures import program_of
 from tests.numerics import relative_error
@@ -106,7 +106,7 @@ def test_op_by_op_competes_and_runs(gpt2) -> None:  # type: ignore[no-untyped-de
     budget = int(free.prediction.peak_bytes[0] * 0.65)
     constraints = Constraints(mesh=(1,), memory_bytes=budget, microbatches=1)
     job, limits = job_of(program, 1), SolveLimits(time_s=10, memory_bytes=budget)
-    by_kinds = solve_with_recomputation(job, make_mesh((1,), ("d0",)), 1, constraints, limits)
+    by_kinds, *_ = solve_with_recomputation(job, make_mesh((1,), ("d0",)), 1, constraints, limits)
     plan = search(job, constraints).plan
     assert plan.memory_actions is not None and plan.prediction.step_s < by_kinds.simulation.step_s
     assert plan.certificate.bound_s <= plan.prediction.step_s and "op by op" in " ".join(plan.notes)
@@ -190,5 +190,5 @@ def test_a_host_with_little_room_takes_little(residual, replicated) -> None:  # 
     with pytest.raises(SolverLimitError, match=r"offloaded \(room: 9.77 KiB per device on host\)"):
         search(linked(program, 1e12, host_memory_bytes=20_000), tight, certify=False)
     smaller = linked(program, 1e12, host_memory_bytes=taken - 2).cluster
-    with pytest.raises(CostModelError, match=r"wait on host, where local:2 has room for [\d.]+ KiB: \d bytes"):
+    with pytest.raises(CostModelError, match=r"wait on host, where local:2 has room for [\d.]+ [KM]iB: \d bytes"):
         predict(msgspec.structs.replace(roomy, cluster=smaller), verify_plan(roomy))

@@ -21,13 +21,14 @@ from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.pipeline_case import case_of
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.schedules.full_rounds import as_a_whole, carried, programs_of
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import search
-from paraplan.planner.sharding.solve import SolveLimits, choose
+from paraplan.planner.sharding.solve import choose
 
 LIMITS = SolveLimits(time_s=60.0, memory_bytes=1 << 60, certify=False)
 CARRIED = [

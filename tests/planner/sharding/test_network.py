@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.network import branch, message_passing
 from paraplan.planner.sharding.network import groupings as groupings_module
@@ -21,7 +22,6 @@ from paraplan.planner.sharding.network.lagrangian import evaluate, scalarised
 from paraplan.planner.sharding.network.message_passing import MessagePassing
 from paraplan.planner.sharding.network.optimise import least_activity, optimise
 from paraplan.planner.sharding.proof.step_bound import step_bound
-from paraplan.planner.sharding.solve import SolveLimits
 from paraplan.planner.solvers.milp import Status, solve
 from tests.planner.sharding.networks import STREAMS, every_choice, random_network
 

@@ -21,6 +21,7 @@ from paraplan.ir.struct import to_json
 from paraplan.lowering import lower
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.decision_classes import grad_classes, param_classes
 from paraplan.planner.joint.bounding.relaxations import kept_bytes
 from paraplan.planner.one_stage import on_mesh
@@ -33,7 +34,7 @@ from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.objective import held_bytes, work_of_choices
 from paraplan.planner.sharding.pins import LINEAR, NORMS
 from paraplan.planner.sharding.proof.step_bound import step_bound
-from paraplan.planner.sharding.solve import SolveLimits, failure_of, problem_of, solve_mesh
+from paraplan.planner.sharding.solve import failure_of, problem_of, solve_mesh
 from paraplan.planner.sharding.space import Decider, End, Space
 from paraplan.planner.solvers.milp import Status, solve
 
@@ -336,7 +337,8 @@ def test_both_degrees_and_pinned_parameters(tiny_gpt2) -> None:  # type: ignore[
 
 
 def test_all_tries_on_a_mesh_share_its_time(tiny_mlp, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Two tries of six seconds end a search of ten, though more microbatches might be faster still."""
+    """Two tries of six seconds end a search of ten, though recomputing or more microbatches might be faster still; one
+    that others may follow has half of what is left."""
     now, tries = [0.0], list[tuple[str, int, float]]()
     monkeypatch.setattr(on_mesh.time, "perf_counter", lambda: now[0])
 
@@ -356,4 +358,4 @@ def test_all_tries_on_a_mesh_share_its_time(tiny_mlp, monkeypatch) -> None:  # t
     job, limits = tiny_mlp.job(2), replace(NO_LIMIT, time_s=10.0)
     found = on_mesh.plans_on_mesh(job, LINE, Constraints(), limits, [], lambda text: None, math.inf)
     assert len(found) == 2
-    assert tries == [("kept", 1, 10.0), ("recomputed", 1, 4.0), ("kept", 2, 4.0), ("recomputed", 2, 1.0)]
+    assert tries == [("kept", 1, 5.0), ("kept", 2, 2.0)]
