@@ -159,7 +159,7 @@ def test_one_stage_is_no_slower_than_data_parallelism(monkeypatch: pytest.Monkey
     job4 = job()
     levels = [search(job4, Constraints(pp=1, dp=4, zero=zero), certify=False).step_s for zero in range(4)]
     assert search(job4, Constraints(pp=1), certify=False).step_s <= min(levels) * (1 + 1e-9)
-    monkeypatch.setattr("paraplan.planner.search._solve_meshes", lambda *_: None)
+    monkeypatch.setattr("paraplan.planner.one_stage.solved_meshes.SolvedMeshes.solve", lambda *_: None)
     alone = search(job4, Constraints(pp=1))
     assert alone.step_s == pytest.approx(min(levels)) and alone.plan.certificate is not None
     assert (alone.plan.certificate.status, alone.plan.certificate.bound_s) == ("feasible", 0.0)

@@ -26,14 +26,13 @@ from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
 from paraplan.lowering import lower
 from paraplan.planner import fits as room_module
-from paraplan.planner import search as search_module
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.fits import search_room
 from paraplan.planner.interrupts import NOTE, Interrupted
-from paraplan.planner.one_stage import nearest_plan
+from paraplan.planner.one_stage import nearest_plan, roomier, solved_meshes
 from paraplan.planner.one_stage.roomier import needed_bytes
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.schedules.full_rounds import programs_of
@@ -185,7 +184,7 @@ def test_another_plan_of_the_search_has_room(monkeypatch: pytest.MonkeyPatch) ->
     found = search_room(job(memory), Constraints(dp=2, recompute="none")).plan
     assert found.num_microbatches == 2 and needed_bytes(found) <= memory
     assert any("would be reserved, of this one" in note for note in found.notes)
-    monkeypatch.setattr(room_module, "OTHERS", 1)  # the first, which does not fit: at last all are looked at
+    monkeypatch.setattr(roomier, "OTHERS", 1)  # the first, which does not fit: at last all are looked at
     assert search_room(job(memory), Constraints(dp=2, recompute="none")).plan.num_microbatches == 2
     monkeypatch.setattr(room_module, "WORSE", 1.0)
     assert search_room(job(memory), Constraints(dp=2, recompute="none")).plan.num_microbatches == 2, "however slow"
@@ -320,7 +319,7 @@ def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mesh has half of what is left while others wait; those that there is no time for are named."""
     now, given = [0.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    on_mesh = search_module.plans_on_mesh
+    on_mesh = solved_meshes.plans_on_mesh
 
     def slow(job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, *rest: object) -> object:
         given.append(limits.time_s)
@@ -328,7 +327,7 @@ def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 4.0
         return found
 
-    monkeypatch.setattr(search_module, "plans_on_mesh", slow)
+    monkeypatch.setattr(solved_meshes, "plans_on_mesh", slow)
     pins = Constraints(pp=1, microbatches=1, recompute="none")
     assert any("meshes solved: 4, 2x2" in note for note in search(job(1 << 40, devices=4), pins, 60.0).plan.notes)
     assert given == [30.0, 56.0]

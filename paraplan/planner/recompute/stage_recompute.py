@@ -23,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.realised_plan import Realised
@@ -47,8 +47,8 @@ from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.sharding.instants import Instant, peak_instant
 from paraplan.planner.solvers.milp import MilpBuilder, solve
 
-ROUNDS = 12
-"""Plans simulated before giving up."""
+ROUNDS, HALVINGS = 12, 2
+"""Plans simulated before giving up; how often what is saved is looked for between too much and what fits."""
 
 NEARLY, TIME_S = 1e-3, 2.0
 """How near the best a choice of what waits elsewhere is, and the seconds a choice may take."""
@@ -181,7 +181,7 @@ def fit(
                 break
             below_s = min((each.simulation.step_s for each in found if isinstance(each, Fitted)), default=math.inf)
             options, below_s = options_of(kept.plan, *way), min(below_s, until.below_s)
-            found.append(_fit(job, decisions, limit_bytes, kept, options, making, below_s))
+            found.append(_Fitting(job, decisions, limit_bytes, kept, options, making, below_s).found())
     plans = [each for each in found if isinstance(each, Fitted)]
     if not plans and all(isinstance(each, Unfit) and each.is_slow for each in found):
         return found[0]
@@ -190,57 +190,111 @@ def fit(
     best = min(plans, key=lambda each: each.simulation.step_s)
     if gave_up(best.plan, decisions) and (recompute is None or tiers) and not until.is_over(True):
         made = as_decided(job, decisions)
-        roomier = _fit(job, decisions, limit_bytes, made, options_of(made.plan, *ways[0]), as_decided)
+        options = options_of(made.plan, *ways[0])
+        roomier = _Fitting(job, decisions, limit_bytes, made, options, as_decided, best.simulation.step_s).found()
         if isinstance(roomier, Fitted) and roomier.simulation.step_s < best.simulation.step_s:
             return roomier
     return best
 
 
-def _fit(
-    job: Job,
-    decisions: Decisions,
-    limit_bytes: float,
-    kept: Realised,
-    options: Sequence[tuple[RematOption, ...]],
-    make: Callable[[Job, Decisions], Realised],
-    below_s: float = math.inf,
-) -> Fitted | Unfit:
-    """As `fit`, of some options; `kept` is the plan that keeps everything, `make` makes others, of which none is if it
-    promises to take longer than so many seconds."""
-    segments, devices = job.program.segments, decisions.mesh.devices
-    rooms = {
-        tier: float(job.cluster.room_bytes(tier, devices)) for tier in {o.tier for of in options for o in of} - {""}
-    }
-    spare = dict(rooms)
-    taken = (0,) * len(segments)
-    allowed = float(sum(options[segment.kind][0].saved_bytes for segment in segments))
-    times, least = phase_seconds(kept.simulation), kept
-    short, asked = math.inf, 1
-    for _ in range(ROUNDS):
-        chosen = [options[segment.kind][at] for segment, at in zip(segments, taken, strict=True)]
-        activations = tuple(option.activations for option in chosen)
-        made = make(job, replace(decisions, activations=activations)) if any(activations) else kept
-        over = {tier: made.simulation.tier_peak_bytes.get(tier, 0) - room for tier, room in rooms.items()}
-        if made.peak_bytes <= limit_bytes and not made.over_bytes:
-            extra = sum(option.extra_s + 2 * option.copy_s for option in chosen) * decisions.num_microbatches
-            return Fitted(made.plan, made.simulation, extra, peak_instant(made))
-        if not made.over_bytes:
-            least = min(least, made, key=lambda each: each.peak_bytes)
-        if made.peak_bytes > limit_bytes:
-            # What it peaks at may hardly depend on what is saved: then ever more is asked for.
-            over_bytes = made.peak_bytes - limit_bytes
-            short, asked = over_bytes, 4 * asked if over_bytes > short / 2 else asked
-            allowed = min(allowed, sum(option.saved_bytes for option in chosen) - asked * over_bytes)
-        spare = {tier: size - max(over[tier], 0) for tier, size in spare.items()}
-        following = choose(job.program, options, allowed, spare, times, decisions.num_microbatches)
-        following = full(job.program, options) if following is None else following
-        if following == taken:
-            break
-        picked = [options[segment.kind][at] for segment, at in zip(segments, following, strict=True)]
-        if kept.simulation.step_s + added_s(picked, times, decisions.num_microbatches) > SLOW * below_s:
-            return Unfit(least.plan, float(least.peak_bytes), peak_instant(least), is_slow=True)
-        taken = following
-    return Unfit(least.plan, float(least.peak_bytes), peak_instant(least))
+@dataclass
+class _Fitting:
+    """As `fit`, of some options.
+
+    Attributes:
+        job, decisions, limit_bytes, options: what is fitted.
+        kept: the plan that keeps everything.
+        make: makes others.
+        below_s: none is made that promises to take longer than so many seconds.
+    """
+
+    job: Job
+    decisions: Decisions
+    limit_bytes: float
+    kept: Realised
+    options: Sequence[tuple[RematOption, ...]]
+    make: Callable[[Job, Decisions], Realised]
+    below_s: float = math.inf
+
+    def found(self) -> Fitted | Unfit:
+        """With less and less saved until it fits; where that went in long strides, with more again."""
+        spare, taken, least = dict(self._rooms), (0,) * len(self.job.program.segments), self.kept
+        allowed, over, short, stride = self._saved(taken), math.inf, math.inf, 1
+        for _ in range(ROUNDS):
+            made = self._made(taken)
+            if self._fits(made):
+                found = self._fitted(taken, made)
+                return self._more_saved(found, taken, over) if stride > 1 else found
+            if not made.over_bytes:
+                least = min(least, made, key=lambda each: each.peak_bytes)
+            if made.peak_bytes > self.limit_bytes:
+                # What it peaks at may hardly depend on what is saved: then ever more is asked for.
+                over_bytes, over = made.peak_bytes - self.limit_bytes, self._saved(taken)
+                short, stride = over_bytes, 4 * stride if over_bytes > short / 2 else 1
+                allowed = min(allowed, over - stride * over_bytes)
+            for tier, room in self._rooms.items():
+                spare[tier] -= max(made.simulation.tier_peak_bytes.get(tier, 0) - room, 0)
+            following = self._chosen(allowed, spare) or full(self.job.program, self.options)
+            if following == taken:
+                break
+            if self._promised_s(following) > SLOW * self.below_s:
+                return Unfit(least.plan, float(least.peak_bytes), peak_instant(least), is_slow=True)
+            taken = following
+        return Unfit(least.plan, float(least.peak_bytes), peak_instant(least))
+
+    def _more_saved(self, found: Fitted, taken: tuple[int, ...], over: float) -> Fitted:
+        """The fastest of a plan that fits and of some that save more, up to as many bytes as were too many."""
+        fitting = self._saved(taken)
+        for _ in range(HALVINGS):
+            other = self._chosen((fitting + over) / 2, self._rooms)
+            if other is None or not fitting < self._saved(other) < over:
+                break
+            made = self._made(other)
+            if not self._fits(made):
+                over = self._saved(other)
+                continue
+            fitting = self._saved(other)
+            if made.simulation.step_s < found.simulation.step_s:
+                found = self._fitted(other, made)
+        return found
+
+    @cached_property
+    def _rooms(self) -> dict[str, float]:
+        """Per tier in question, its bytes."""
+        tiers = {option.tier for of in self.options for option in of} - {""}
+        return {tier: float(self.job.cluster.room_bytes(tier, self.decisions.mesh.devices)) for tier in tiers}
+
+    @cached_property
+    def _times(self) -> tuple[float, float]:
+        return phase_seconds(self.kept.simulation)
+
+    def _chosen(self, allowed_bytes: float, rooms: Mapping[str, float]) -> tuple[int, ...] | None:
+        program, count = self.job.program, self.decisions.num_microbatches
+        return choose(program, self.options, allowed_bytes, rooms, self._times, count)
+
+    def _picked(self, taken: tuple[int, ...]) -> list[RematOption]:
+        return [self.options[segment.kind][at] for segment, at in zip(self.job.program.segments, taken, strict=True)]
+
+    def _saved(self, taken: tuple[int, ...]) -> float:
+        return float(sum(option.saved_bytes for option in self._picked(taken)))
+
+    def _promised_s(self, taken: tuple[int, ...]) -> float:
+        added = added_s(self._picked(taken), self._times, self.decisions.num_microbatches)
+        return self.kept.simulation.step_s + added
+
+    def _made(self, taken: tuple[int, ...]) -> Realised:
+        activations = tuple(option.activations for option in self._picked(taken))
+        if not any(activations):
+            return self.kept
+        return self.make(self.job, replace(self.decisions, activations=activations))
+
+    def _fits(self, made: Realised) -> bool:
+        return made.peak_bytes <= self.limit_bytes and not made.over_bytes
+
+    def _fitted(self, taken: tuple[int, ...], made: Realised) -> Fitted:
+        each = (option.extra_s + 2 * option.copy_s for option in self._picked(taken))
+        extra = sum(each) * self.decisions.num_microbatches
+        return Fitted(made.plan, made.simulation, extra, peak_instant(made))
 
 
 def phase_seconds(simulation: Simulation) -> tuple[float, float]:
