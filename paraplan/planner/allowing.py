@@ -7,7 +7,7 @@ all. The faster is given; what is proved is of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -27,6 +27,10 @@ KEPT_SHARE, LEAST_SHARE = 0.5, 0.1
 """Of the time, for plans that keep everything on the device, and what others have at least."""
 
 
+MayFit = Callable[[Job, Constraints, float, Progress], bool]
+"""Given seconds that it may take."""
+
+
 class PlanSearch(Protocol):
     """A search for the fastest plan."""
 
@@ -42,12 +46,19 @@ class PlanSearch(Protocol):
 
 
 def allowing(
-    search: PlanSearch, job: Job, constraints: Constraints, time_limit_s: float, progress: Progress, certify: bool
+    search: PlanSearch,
+    may_fit: MayFit,
+    job: Job,
+    constraints: Constraints,
+    time_limit_s: float,
+    progress: Progress,
+    certify: bool,
 ) -> BestPlan:
     """The fastest plan that a search finds, not slower than what it finds where nothing leaves the device.
 
     Args:
         search: with these arguments, and with plans that it is to be faster than.
+        may_fit: whether anything may fit under some constraints, told quickly.
         job, constraints, time_limit_s, progress, certify: as of `search.search`.
     Raises:
         ConstraintError, InfeasibleError, SolverLimitError: as of the search of all plans.
@@ -57,7 +68,8 @@ def allowing(
         return search(job, constraints, time_limit_s, progress, certify)
     deadline, known = Deadline(time_limit_s), list[BestPlan]()
     with suppress(NoPlanError):
-        known.append(search(job, kept, KEPT_SHARE * time_limit_s, progress, False))
+        if may_fit(job, kept, LEAST_SHARE * time_limit_s, progress):
+            known.append(search(job, kept, KEPT_SHARE * time_limit_s, progress, False))
     try:
         with handing_on(known):
             left_s = max(time_limit_s - deadline.passed_s, LEAST_SHARE * time_limit_s)

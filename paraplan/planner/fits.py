@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,7 +92,7 @@ def search_room(
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
     try:
-        searches = partial(allowing, _search_room), _mixed_room
+        searches = partial(allowing, _search_room, _may_fit), _mixed_room
         return among_groups(searches, job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
@@ -167,13 +167,8 @@ def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progres
     started = time.perf_counter()
     budget = device_budget(job.cluster, constraints)
     progress("nothing found fits; planning for as little memory as can be")
-    for number, pins in enumerate(all_sharded(job, constraints)):
-        if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
-            break
-        with suppress(NoPlanError, ConstraintError):
-            found = _with_reserved(find(job, pins, deadline.share_s(EACH), progress, certify=False), budget)
-            if constraints.reserve_bytes == 0 or needed_bytes(found.plan) <= budget:
-                return found
+    if sharded := next(filter(None, _all_sharded(job, constraints, deadline, progress)), None):
+        return sharded
     job = prepared(job, constraints)
     mesh = candidate_meshes(job, constraints)[0]
     if not orders_freely(mesh, constraints):
@@ -183,6 +178,33 @@ def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progres
         return None
     seconds = time.perf_counter() - started
     return _with_reserved(BestPlan(certified(lean.candidate, 0.0, 1), seconds, seconds), budget)
+
+
+def _all_sharded(
+    job: Job, constraints: Constraints, deadline: Deadline, progress: Progress
+) -> Iterator[BestPlan | None]:
+    """Plans with everything sharded and made again, None for each that does not fit; when it is late, a few."""
+    budget = device_budget(job.cluster, constraints)
+    for number, pins in enumerate(all_sharded(job, constraints)):
+        if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
+            return
+        with suppress(ConstraintError):
+            try:
+                found = _with_reserved(find(job, pins, deadline.share_s(EACH), progress, certify=False), budget)
+            except NoPlanError:
+                yield None
+            else:
+                yield found if constraints.reserve_bytes == 0 or needed_bytes(found.plan) <= budget else None
+
+
+def _may_fit(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> bool:
+    """Whether a plan of least memory fits, or none is known."""
+    tried = 0
+    for found in _all_sharded(job, constraints, Deadline(time_limit_s), progress):
+        if found is not None:
+            return True
+        tried += 1
+    return not tried
 
 
 def _for_fewer(rounds: _Rounds, constraints: Constraints) -> BestPlan:

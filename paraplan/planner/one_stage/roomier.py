@@ -29,8 +29,9 @@ from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
 OTHERS, WORSE = 4, 1.2
 """Plans made on the way that are looked at; how much slower than the first a plan may be for no other to be
 searched."""
-REFITS, REFIT_STEP = 5, 0.01
-"""How often a plan is to recompute more; of the budget, by how much at least, times how often it has been."""
+REFITS, REFIT_STEP, REFIT_SHARE = 5, 0.01, 0.8
+"""How often a plan is to recompute more; of the budget, by how much at least, times how often it has been; of the time
+left, how long each may take."""
 
 
 def needed_bytes(plan: Plan) -> int:
@@ -81,7 +82,7 @@ def _recomputing_more(
         over = max(needed_bytes(plan) - budget, int(REFIT_STEP * (again + 1) * budget))
         progress(f"{say_size(needed_bytes(plan))} would be reserved of {say_size(budget)}; recomputing more")
         allowed = min(max(_predicted(plan).peak_bytes), allowed) - over
-        found = refitted(job, plan, constraints, allowed, deadline.share_s(0.5)) if allowed > 0 else None
+        found = refitted(job, plan, constraints, allowed, deadline.share_s(REFIT_SHARE)) if allowed > 0 else None
         if found is None:
             return []
         plan = with_reserved(found, programs_of(found), budget)

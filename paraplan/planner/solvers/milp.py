@@ -16,6 +16,7 @@ problems, "mathopt-glop" and "mathopt-pdlp" for LPs) and PuLP ("pulp-cbc", or "p
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -36,6 +37,9 @@ from paraplan.planner.solvers.milp_problem import (
 __all__ = ["DEFAULT_BACKEND", "Milp", "MilpBuilder", "Solution", "SolverError", "Status", "backends", "solve"]
 
 DEFAULT_BACKEND = "mathopt-highs"
+SECOND_BACKENDS = {False: "mathopt-glop", True: "mathopt-scip"}
+"""Asked where the default one fails, on rows whose entries differ by ten orders of magnitude, say: without integer
+columns, and with."""
 
 _OPTIMAL_GAP = 1e-6
 """A claimed optimum whose checked gap is above this (and above what was asked) is reported as FEASIBLE."""
@@ -68,19 +72,32 @@ def solve(
         threads: for backends that can use more than one.
     Raises:
         SolverError: the backend is unknown, not installed, cannot take this problem (integers for an LP solver,
-            continuous columns for CP-SAT), failed, or returned a point that breaks a row.
+            continuous columns for CP-SAT), failed, or returned a point that breaks a row; the default one, and
+            another one too.
         ValueError: a nonsensical argument.
     """
     if threads < 1 or relative_gap < 0 or (time_limit_s is not None and time_limit_s <= 0):
         raise ValueError(f"threads {threads}, relative_gap {relative_gap}, time_limit_s {time_limit_s}")
     if warm_start is not None and np.shape(warm_start) != (problem.num_columns,):
         raise ValueError(f"warm_start has shape {np.shape(warm_start)}, the problem {problem.num_columns} columns")
-    started = time.perf_counter()
     problem = problem.relaxed() if relax else problem
-    scaled, factor = normalised(problem)
     options = SolverOptions(
         time_limit_s=time_limit_s, relative_gap=relative_gap, threads=threads, warm_start=warm_start
     )
+    try:
+        return _solved(problem, backend, options)
+    except SolverError:
+        if backend != DEFAULT_BACKEND:
+            raise
+        with suppress(SolverError):  # of two that fail, the first is heard
+            return _solved(problem, SECOND_BACKENDS[bool(problem.is_integer.any())], options)
+        raise
+
+
+def _solved(problem: Milp, backend: str, options: SolverOptions) -> Solution:
+    started = time.perf_counter()
+    scaled, factor = normalised(problem)
+    warm_start = options.warm_start
     outcome = _run(scaled, backend, options)
     if outcome.status is Status.UNBOUNDED:
         outcome = _settle_unbounded(scaled, backend, options)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paraplan.planner.solvers import milp
 from paraplan.planner.solvers.milp import Milp, MilpBuilder, Solution, SolverError, Status, backends, solve
 from paraplan.planner.solvers.milp_problem import dual_bound, normalised
 
@@ -349,6 +350,25 @@ def test_builder_adds_up_entries_and_freezes() -> None:
     assert problem.coefficients.tolist() == [5.0, 10.0]
     with pytest.raises(ValueError, match="read-only"):
         problem.lower[0] = 1.0
+
+
+@pytest.mark.parametrize("relax", [True, False])
+def test_another_solver_is_asked_where_the_default_one_fails(monkeypatch: pytest.MonkeyPatch, relax: bool) -> None:
+    problem, asked, run = random_problem(3), list[str](), milp._run
+    wanted = solve(problem, relax=relax).objective
+
+    def failing(problem: Milp, backend: str, options: object) -> object:
+        asked.append(backend)
+        if backend == milp.DEFAULT_BACKEND:
+            raise SolverError("called a point optimal that breaks a row")
+        return run(problem, backend, options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(milp, "_run", failing)
+    assert solve(problem, relax=relax).objective == pytest.approx(wanted, rel=1e-6)
+    assert asked[:2] == [milp.DEFAULT_BACKEND, "mathopt-glop" if relax else "mathopt-scip"]
+    with pytest.raises(SolverError, match="breaks a row"):
+        monkeypatch.setattr(milp, "SECOND_BACKENDS", dict.fromkeys((False, True), milp.DEFAULT_BACKEND))
+        solve(problem, relax=relax)
 
 
 def test_dual_bound_holds_for_any_multipliers() -> None:
