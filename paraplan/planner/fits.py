@@ -108,8 +108,9 @@ def _search_room(
     progress: Progress = lambda text: None,
     certify: bool = True,
     known: Sequence[BestPlan] = (),
+    asked_s: float | None = None,
 ) -> BestPlan:
-    deadline = Deadline(planning_time_s(time_limit_s), time_limit_s)
+    deadline = Deadline(planning_time_s(time_limit_s), time_limit_s if asked_s is None else asked_s)
     time_limit_s = deadline.limit_s
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
     first_s = (FIRST if looks else 1.0) * time_limit_s
