@@ -87,6 +87,7 @@ CASES: dict[str, Callable[[], Row]] = {
     "8B, mesh (8, 8)": partial(planned, [*llama(*B8, 64), "--mesh", "8,8"], "8xH100:8", 8.0),
     "8B, 64 H100": partial(planned, llama(*B8, 64), "8xH100:8", 20.0),
     "8B, memory binds": partial(planned, llama(*B8, 128), "8xH100:4", 20.0),
+    "8B, offload": partial(planned, [*llama(*B8, 8), "--offload", "host"], "4xA100-40", 60.0),
     "70B, 256 H100": partial(planned, llama(*B70, 256), "8xH100:32", 30.0),
     "GPT-3, 1,024 A100": partial(
         planned, ["hf:gpt2", *_settings(GPT3), "--batch", "1536", "--seq", "2048"], "8xA100-80:128", 30.0
