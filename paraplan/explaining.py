@@ -70,7 +70,8 @@ def explain(
         time_limit_s: for each search of a plan made anew; 0: none is, and what a GiB more is worth is not said.
         progress: told what is being done.
     Raises:
-        ConstraintError: a value of `why_not` cannot be read, or there is no time to plan with it.
+        ConstraintError: a value of `why_not` cannot be read, or there is no time to plan with it; or the limit is no
+            time.
         InvalidPlanError: what the plan's file says was pinned is none.
         TypeError: there is no such option.
     """
@@ -78,6 +79,8 @@ def explain(
         raise ConstraintError(
             f"why_not is planned anew, and time_limit_s={time_limit_s} (--time-limit) leaves no time: give some seconds"
         )
+    if not time_limit_s >= 0:
+        raise ConstraintError(f"a time limit of {time_limit_s} s: give a number of seconds, or 0 to plan nothing anew")
     tell = progress or (lambda text: None)
     tell("simulating")
     data, asked = plan.data, constraints_of(plan.data)

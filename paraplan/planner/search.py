@@ -119,7 +119,8 @@ def find(
         found.know(known)
         (best, *drafts), is_interrupted = _pipelines_of(found, listed, certify)
         plan = with_pins(best.made(), asked)
-        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *alone_note(plan), *_alike_note(plan)))
+        notes = dict.fromkeys((*plan.notes, *alone_note(plan), *_alike_note(plan)))
+        plan = msgspec.structs.replace(plan, notes=tuple(notes))
         return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(drafts)), is_interrupted)
     constraints = msgspec.structs.replace(constraints, pp=1)
     limits = SolveLimits(
@@ -256,6 +257,7 @@ def _pipelines_of(found: JointSearch, listed: Sequence[Combination], certify: bo
             if not reserves or needed_bytes(plan) <= budget:
                 fitting.append(made)
                 break
+            needed = needed_bytes(plan)
             others = [each.plan for each in others_with_room(best, budget)]
             roomier = [Draft.of(each) for each in (*others, *with_room(job, alone, plan, budget, deadline, progress))]
             fitting += roomier
@@ -264,7 +266,6 @@ def _pipelines_of(found: JointSearch, listed: Sequence[Combination], certify: bo
             least_s = min((each.step_s for each in fitting), default=math.inf)
             if least_s <= (1 + ENOUGH) * made.step_s or deadline.passed_s > (HALF if fitting else 1) * deadline.limit_s:
                 break
-            needed = needed_bytes(plan)
             alone = msgspec.structs.replace(alone, memory_bytes=made.peak_bytes * budget // needed)
         if not fitting:
             raise no_room(needed, budget)

@@ -46,6 +46,9 @@ def test_without_time_nothing_is_planned(command: Any, plan_file: Path) -> None:
     assert outcome.code == 0 and "more memory" not in outcome.out and "mesh" not in outcome.err
     outcome = command("explain", "plan.json", "--time-limit", "0", "--why-not", "tp=2")
     assert outcome.code == 2 and "--time-limit" in outcome.err
+    for none in ("-1", "nan"):
+        outcome = command("explain", "plan.json", "--time-limit", none)
+        assert outcome.code == 2 and f"a time limit of {float(none)} s: give a number of seconds" in outcome.err
 
 
 @pytest.mark.parametrize(

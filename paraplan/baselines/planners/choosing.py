@@ -106,7 +106,8 @@ def _tries(name: str, task: Task) -> list[Constraints | Answer]:
     """
     answers = list(PLANNERS[name].tries(task))
     if not answers:
-        raise SolverLimitError(f"strategy {name!r}: its own search finds nothing that fits")
+        late = f" in the {task.deadline.limit_s:.3g} s it had; more time may help" if task.deadline.is_over else ""
+        raise SolverLimitError(f"strategy {name!r}: its own search finds nothing that fits{late}")
     tries = list(_allowed(answers, task.constraints))
     if not tries:
         raise ConstraintError(

@@ -20,6 +20,7 @@ from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import QUICKENED, Deadline, SolveLimits
 from paraplan.planner.interrupts import found_until
+from paraplan.planner.one_stage.all_alike import all_alike
 from paraplan.planner.one_stage.candidate_passes import passed
 from paraplan.planner.one_stage.failures import Failure, not_tried
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
@@ -73,6 +74,7 @@ class SolvedMeshes:
                 self.skipped.append(here)
             else:
                 self.found += here
+                self.found += self._alike(mesh, here)
         self.failures += [not_tried(mesh, 1) for mesh in self.late]
         for mesh in () if self.found else self.meshes:
             if self._has_plan and self.deadline.is_over:
@@ -126,6 +128,12 @@ class SolvedMeshes:
         places = places_note(best, self.found, faults, self.constraints)
         notes = (*plan.notes, *self._note(best), *unpriced, *delay_note(plan), *places)
         return msgspec.structs.replace(plan, notes=notes, tried=self._tried(plan)), drafts
+
+    def _alike(self, mesh: Mesh, here: Sequence[Candidate]) -> list[Candidate]:
+        """On the first mesh, which is that of all that do not divide: what none of the plans here may be."""
+        if mesh != self.meshes[0] or not here or self.deadline.is_over:
+            return []
+        return all_alike(self.job, mesh, self.constraints, self._timed(mesh), min(here, key=_step_s))
 
     @property
     def _has_plan(self) -> bool:
