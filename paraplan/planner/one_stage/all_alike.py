@@ -29,14 +29,15 @@ WAITS = 0.3
 
 
 def all_alike(job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, best: Candidate) -> list[Candidate]:
-    """That plan, if it fits, is faster than the best and that waits for links.
+    """That plan, where nobody says how to divide, if it fits, is faster than the best and that waits for links.
 
     Args:
         job, mesh, constraints, limits: of the best.
         best: found for them.
     """
-    simulation = best.simulation
-    if mesh.size == 1 or simulation.exposed_comm_s < WAITS * simulation.step_s:
+    simulation, c = best.simulation, constraints
+    divided = any(each is not None for each in (c.dp, c.tp, c.cp, c.ep, c.zero)) or c.sp or bool(c.params)
+    if mesh.size == 1 or divided or simulation.exposed_comm_s < WAITS * simulation.step_s:
         return []
     try:
         slow = replace(job, cluster=_slowed(job.cluster))
