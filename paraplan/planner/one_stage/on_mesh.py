@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -128,6 +128,10 @@ class _Clock:
         """Whether the time has passed."""
         return time.perf_counter() - self._started >= self._limits.time_s
 
+    def ends_here(self, found: Sequence[Candidate]) -> bool:
+        """Whether there is a plan and no time; what is to be proved of all plans is asked of all."""
+        return self.is_over and not self._limits.certify and (bool(found) or self._limits.has_plan)
+
     @property
     def left(self) -> SolveLimits:
         """The limits of a try that begins now."""
@@ -156,7 +160,7 @@ def _solve(
     found, fits = list[Candidate](), Fits()
     with handing_on(found):
         for rung in rungs:
-            if found and (rung.place_grads == ANY or clock.is_over):
+            if found and (rung.place_grads == ANY or clock.ends_here(found)):
                 break
             if constraints.recompute in (None, "none"):
                 try:
@@ -170,7 +174,7 @@ def _solve(
                     failures.append(Failure(fault, mesh, count))
                     if rung.place_params == ANY and isinstance(fault, SolverLimitError):
                         found += by_places(job, mesh, count, rung, clock.left)
-            if not _keeps_all(constraints) and not (clock.is_over and (found or clock.left.has_plan)):
+            if not _keeps_all(constraints) and not clock.ends_here(found):
                 try:
                     found_s = min((each.simulation.step_s for each in found), default=math.inf)
                     limits = clock.left

@@ -196,7 +196,8 @@ class _Layouts:
             last = self.chosen([replace(row, limit=min(row.limit, kept)) for row in base])
             if last.choices is None:
                 break
-            other = self.fitted(self.decisions(last), best.simulation.step_s)
+            below_s = math.inf if self.limits.certify else best.simulation.step_s  # what is proved is of all
+            other = self.fitted(self.decisions(last), below_s)
             in_vain += 1
             if isinstance(other, Fitted):
                 made.append((last, other))
