@@ -10,7 +10,8 @@ import atexit
 import os
 import sys
 
-from paraplan.cli import main as run_command
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of commands that click runs."""
 
 
 class _Leaving:
@@ -36,7 +37,12 @@ def main() -> None:
     leaving = _Leaving()
     atexit.register(leaving)
     try:
+        from paraplan.cli import main as run_command  # noqa: PLC0415 - takes a second, in which Ctrl-C is quiet too
+
         run_command()
+    except KeyboardInterrupt:
+        leaving.code = INTERRUPTED
+        raise SystemExit(INTERRUPTED) from None
     except SystemExit as end:
         leaving.code = end.code if isinstance(end.code, int) else None if end.code else 0
         raise

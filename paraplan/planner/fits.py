@@ -145,7 +145,7 @@ def _with_nearest(fault: SolverLimitError, job: Job, constraints: Constraints, b
     """The fault; explained, it says by how much the leanest plans do not fit (of one device it says so by itself)."""
     if job.cluster.num_devices == 1:
         return fault
-    return SolverLimitError(str(fault), lambda: f"{fault.explained()}{how_near(job, constraints, budget, find)}")
+    return SolverLimitError(str(fault), lambda: f"{how_near(job, constraints, budget, find)}{fault.explained()}")
 
 
 def _fitting(found: Sequence[BestPlan], budget: int, looks: bool) -> list[BestPlan]:

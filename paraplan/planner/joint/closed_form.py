@@ -28,8 +28,8 @@ class ClosedForm:
         self._hops: dict[tuple[int, int], Counter[tuple[LinkWay, ...]]] = {}
 
     def quick_s(self, combination: Combination, totals: Totals, mesh_shape: tuple[int, ...]) -> float:
-        """A closed form, by which combinations are put in order: positions share the work out evenly, a pipeline fills
-        and drains, and what does not fit is recomputed.
+        """A closed form, by which combinations are put in order: positions share work out evenly (those of one stage
+        as evenly as the chain can be cut), a pipeline fills and drains, and what does not fit is recomputed.
 
         Fill and drain are (pp - 1) / (microbatches · stages a position) of the work, less what a schedule's split
         backwards or second direction fill (`Named.idle`), and every hop of a first and a last microbatch. A microbatch
@@ -51,7 +51,8 @@ class ClosedForm:
         if flying == combination.microbatches:  # all forwards before the first backward
             room += replicas * keeps.grad_bytes / pp
         passed_s, slowest_s = self._hops_s(combination, totals, math.prod(mesh_shape))
-        busy_s = max(totals.seconds / pp + each * totals.cut_s, each * slowest_s)
+        share = totals.longest(pp) if each == replicas == 1 else 1 / pp
+        busy_s = max(share * totals.seconds + each * totals.cut_s, each * slowest_s)
         work_s = combination.microbatches * busy_s
         held = totals.saved_bytes / pp
         again_s = 0.0

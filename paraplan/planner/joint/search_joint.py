@@ -48,7 +48,7 @@ Make = Callable[[Drafting], Draft | Slower]
 
 MOST, GRACE = 4, 1.4
 """Pipelines planned one after another without one being faster than the best, after which no other is; times the limit,
-after which one in vain is enough."""
+after which one in vain is enough, as it is where none was to fit and plans of least memory are left to try."""
 LEANER = (1.0, 0.9, 0.75, 0.5)
 """Of the budget, what pipelines are estimated for, one after another as long as some that were to fit do not."""
 SHORT = 0.02
@@ -231,7 +231,8 @@ class JointSearch:
             in_time = [each for each in waiting if effort.seconds(each.combination) <= left_s]
             if len(in_time) < len(waiting) and LATE not in self.words:
                 self.words.append(LATE)
-            enough = MOST if self.deadline.passed_s < GRACE * self.deadline.limit_s else 1
+            hopes = is_piped(self.constraints) or any(math.isfinite(each.step_s) for each in waiting)
+            enough = MOST if hopes and self.deadline.passed_s < GRACE * self.deadline.limit_s else 1
             is_poor = self.best_s > POOR * min(map(self._hoped_s, waiting))
             if not in_time and ((self.drafts and not is_poor) or in_vain >= enough):
                 return True

@@ -2,8 +2,8 @@
 
 All parameters and states are sharded over all devices, all activations are made again, and the step takes as many
 microbatches as it may: by data-parallel ranks (ZeRO-3), by tensor- and sequence-parallel ones, or by both. With that
-pinned, a plan of one stage is one small problem, solved in about a second. Nothing else holds much less, so where none
-of these fits, a search is given up.
+pinned, a plan of one stage is one small problem, solved in about a second. Where states and parameters may leave the
+device they do. Nothing else holds much less, so where none of these fits, a search is given up.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import msgspec
 
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import Mesh, make_mesh
+from paraplan.ir.machine.tier_placement import HOST
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.options.placements import OFFLOAD_STATES
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.microbatches import other_counts, usual_counts
 
@@ -37,8 +39,9 @@ def all_sharded(job: Job, constraints: Constraints) -> Iterator[Constraints]:
     n, seen = job.cluster.num_devices, [constraints]
     free = [each is None for each in (constraints.mesh, constraints.cp, constraints.ep)]
     degrees = [1, n, *(size for size in range(2, n) if n % size == 0)] if all(free) and n > 1 else [0]
+    placed = _leanest(constraints)
     for tp in degrees:
-        pins = _pinned(constraints, tp, n)
+        pins = _pinned(placed, tp, n)
         try:
             check_constraints(pins, n)
             mesh = candidate_meshes(job, pins)[0]
@@ -48,6 +51,12 @@ def all_sharded(job: Job, constraints: Constraints) -> Iterator[Constraints]:
         if pins not in seen:
             seen.append(pins)
             yield pins
+
+
+def _leanest(constraints: Constraints) -> Constraints:
+    """The constraints with states and parameters off the device, as far as they may be."""
+    place = max(constraints.places, key=lambda each: (each.params != "", each.states != "", each.update == HOST))
+    return constraints.placed(OFFLOAD_STATES[place.text]) if place.states else constraints
 
 
 def _pinned(constraints: Constraints, tp: int, devices: int) -> Constraints:

@@ -53,9 +53,10 @@ def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[...
         return ""
     away = "" if constraints.tiers else ", or states that leave the device (offload='host')"
     return (
-        f". The leanest of {len(found)} plans that divide everything and recompute everything ({plan_words(least)}) "
-        f"needs {say_size(needed_bytes(least))}, {say_size(over)} more than the {say_size(budget)} of a device that "
-        f"are a plan's: use more devices, a smaller batch or shorter sequences, an optimizer of fewer states{away}"
+        f"no plan was found that fits: the leanest of {len(found)} that divide everything and recompute everything "
+        f"({plan_words(least)}) needs {say_size(needed_bytes(least))}, {say_size(over)} more than the "
+        f"{say_size(budget)} of a device that are a plan's; use more devices, a smaller batch or shorter sequences, an "
+        f"optimizer of fewer states{away}. Of those tried before: "
     )
 
 

@@ -277,12 +277,13 @@ def _overflow(case: PipelineCase, tried: Sequence[Realised]) -> str:
     needs = [case.needed(made) for made in tried]
     first, least = needs[0], min(needs, key=max)
     does, ways = "peaks at", ""
+    over = f"a pipeline over {case.positions} groups of devices" if case.positions > 1 else "a plan of one stage"
     if case.memory.reserves:
         does, ways = "reserves", "; or reserve=0 and train with expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
+    fastest, leanest = (f"rank class {each.index(max(each))} {does} {say_size(max(each))}" for each in (first, least))
     return (
-        f"a pipeline over {case.positions} groups of devices needs more than the {say_size(case.budget)} a device may "
-        f"hold: as planned for speed alone, rank class {first.index(max(first))} {does} {say_size(max(first))}; at "
-        f"best, of {len(tried)} plans, rank class {least.index(max(least))} {does} {say_size(max(least))}; "
+        f"{over} needs more than the {say_size(case.budget)} a device may hold: as planned for speed alone, {fastest}; "
+        f"at best, of {len(tried)} plans, {leanest}; "
         f"{_advised(case, min(tried, key=lambda made: max(case.needed(made))).plan)}{ways}"
     )
 
@@ -297,6 +298,8 @@ def _advised(case: PipelineCase, plan: Plan) -> str:
     each = [memory.kept_bytes(index, index + 1) for index in range(count)]
     ends_bytes = each[0] + each[-1] if set(first.meshes) & set(last.meshes) and count > 1 else 0
     less = "a sharding that holds less (zero, tp)"
+    if case.positions == 1:
+        return f"use more microbatches, or {less}"
     if max(each) > case.budget:
         return f"one segment keeps {say_size(max(each))} by itself: use {less}"
     if ends_bytes > case.budget:

@@ -303,7 +303,7 @@ def failure_of(
     on_mesh = f"{say_size(limits.memory_bytes)} per device on mesh {space.prices.extended[1:]}"
     if found.status is not Status.INFEASIBLE:
         return SolverLimitError(
-            f"the solver found no plan in the {limits.time_s:.2g} s it had; raise the time limit or pin more"
+            f"no plan under {on_mesh} was found in the time there was; raise the time limit or pin more"
         )
     if not proved:  # rows were lowered for what one plan held in passing; another plan's may be less
         said = f"no plan under {on_mesh} was found"

@@ -26,6 +26,7 @@ from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.pricing import GAP, NEAR, Pricing, pricing_beside
 from paraplan.planner.joint.pricing_order import steps_of, usual_samples, ways_of
+from paraplan.planner.pipeline.cuts.stage_cuts import cut_chain
 from paraplan.planner.schedules.named import NAMED, named_orders
 from tests.captures import zoo_job
 
@@ -134,6 +135,23 @@ def test_totals_of_more_samples_and_of_no_weight() -> None:
         assert pricing.form.quick_s(combination, totals.weightless(), shape) <= quick_s
         assert pricing.form.quick_s(combination, totals.of_more(1.0, 0.0), shape) == quick_s
         assert pricing.form.quick_s(combination, totals.of_more(2.0, 0.0), shape) > quick_s
+
+
+def test_positions_of_one_stage_share_work_out_as_evenly_as_a_chain_can_be_cut() -> None:
+    job = zoo_job("gpt2", 4)
+    pricing, count = _pricing(job), len(job.program.segments)
+    combination = next(each for each in combinations(job, FREE) if (each.pp, each.each) == (4, 1))
+    (prices, *_) = pricing.priced(combination, [combination])
+    for stages in range(1, count + 1):
+        cut = cut_chain(prices.seconds, stages)  # exact
+        assert cut is not None
+        longest_s = max(sum(prices.seconds[first:stop]) for first, stop in cut)
+        assert prices.longest_share(stages) * sum(prices.seconds) == pytest.approx(longest_s, rel=1e-9)
+    assert math.isinf(prices.longest_share(count + 1)) and prices.longest_share(count) > 1.2 / count
+    shape = pricing.mesh_shape(combination, prices.shape)
+    even = replace(prices.totals, longest=lambda stages: 1 / stages)
+    uneven = [pricing.form.quick_s(combination, each, shape) for each in (even, prices.totals)]
+    assert uneven[0] < uneven[1] <= uneven[0] * 4 * prices.longest_share(4)
 
 
 def test_prices_of_other_processes_are_those_of_this_one() -> None:

@@ -40,6 +40,10 @@ def test_what_is_sharded_over_all_devices() -> None:
     assert pins_of(Constraints(mesh=(2, 2), recompute="none")) == [(None, None, False, None, rows, "none")]
     assert all(pins.pp == 1 for pins in all_sharded(zoo_job("gpt2", 4), FREE))
     assert not pins_of(Constraints(pp=2)) and not pins_of(Constraints(schedule="1f1b"))
+    for away, params in ((Constraints(offload="host"), "host"), (Constraints(offload_states="host"), "device")):
+        assert pins_of(away) == every
+        held = {(pins.placing.states, pins.placing.params) for pins in all_sharded(zoo_job("gpt2", 4), away)}
+        assert held == {("host", params)}, "what may leave the device does"
     whole = next(all_sharded(zoo_job("gpt2", 4), FREE))
     assert whole not in list(all_sharded(zoo_job("gpt2", 4), whole)), "it was searched"
 

@@ -14,6 +14,7 @@ Limits: waits are those of a stage without neighbours; what a step does once is 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job, assemble
-from paraplan.planner.pipeline.cuts.stage_cuts import ChainMemory, chain_memory
+from paraplan.planner.pipeline.cuts.stage_cuts import ChainMemory, chain_memory, cut_evenly
 from paraplan.planner.pipeline.prices.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.prices.stage_timing import cut_plan, few_microbatches, split_plan, timed
 from paraplan.planner.pipeline.prices.stage_totals import KeptBytes, Totals
@@ -102,6 +103,7 @@ class StagePrices:
     cut_forward_s: float
     cut_backward_s: float
     _memories: dict[tuple[int, ...], ChainMemory] = field(default_factory=dict)
+    _longest: dict[int, float] = field(default_factory=dict)
     _kept: dict[tuple[int, ...], KeptBytes] = field(default_factory=dict)
     _choices: dict[float, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
@@ -202,6 +204,7 @@ class StagePrices:
             num_segments=len(program.segments),
             hop_bytes=sum(kind.graph.values[name].nbytes for name in kind.outputs),
             seconds=sum(self.seconds),
+            longest=self.longest_share,
             cut_s=self.cut_forward_s + self.cut_backward_s,
             once_s=self.gather_s + self.reduce_s,
             reduce_s=self.reduce_s,
@@ -210,6 +213,15 @@ class StagePrices:
             workspace_bytes=self.workspace_bytes((0, len(program.segments))),
             recomputing=self.recomputing,
         )
+
+    def longest_share(self, num_stages: int) -> float:
+        """Of the model's seconds, those of the longest of so many stages, in the cut where that takes least; infinite
+        where there are fewer segments."""
+        if num_stages not in self._longest:
+            cut = cut_evenly(self.seconds, num_stages, len(self.seconds))
+            longest_s = math.inf if cut is None else max(sum(self.seconds[first:stop]) for first, stop in cut)
+            self._longest[num_stages] = longest_s / (sum(self.seconds) or 1.0)
+        return self._longest[num_stages]
 
     def memory(self, mesh_shape: tuple[int, ...]) -> ChainMemory:
         """What runs of segments keep on a mesh of this shape.

@@ -30,6 +30,7 @@ class Totals:
         num_segments: of the model.
         hop_bytes: what the middle segment hands on, of the whole batch.
         seconds: of a microbatch, forward and backward.
+        longest: of a microbatch's seconds, the share of the longest of so many stages, however the chain is cut.
         cut_s: more for each stage that the chain is cut into.
         once_s: what the busiest link takes for gathers and reductions of a step.
         reduce_s: of that, reductions.
@@ -44,6 +45,7 @@ class Totals:
     num_segments: int
     hop_bytes: int
     seconds: float
+    longest: Callable[[int], float]
     cut_s: float
     once_s: float
     reduce_s: float
