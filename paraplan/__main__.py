@@ -13,6 +13,11 @@ import sys
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of commands that click runs."""
 
+try:
+    from paraplan.cli import main as run_command
+except KeyboardInterrupt:  # this takes a second
+    sys.exit(INTERRUPTED)
+
 
 class _Leaving:
     """Ends the process once all that is to be done at its exit is done: what is registered first is called last.
@@ -37,12 +42,7 @@ def main() -> None:
     leaving = _Leaving()
     atexit.register(leaving)
     try:
-        from paraplan.cli import main as run_command  # noqa: PLC0415 - takes a second, in which Ctrl-C is quiet too
-
         run_command()
-    except KeyboardInterrupt:
-        leaving.code = INTERRUPTED
-        raise SystemExit(INTERRUPTED) from None
     except SystemExit as end:
         leaving.code = end.code if isinstance(end.code, int) else None if end.code else 0
         raise
