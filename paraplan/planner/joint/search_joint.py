@@ -139,7 +139,7 @@ class JointSearch:
                     break
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
-            alone.solve(self.roomless, certify)
+            alone.solve(self.roomless, self._hoped_of, certify)
             alone.plan_by_hand()
             self.drafts = self.drafts or self.roomless  # for which room is to be made
             self._make_fastest()
@@ -270,6 +270,11 @@ class JointSearch:
             answer = self.workers.begin(drafted_beside, task, self.pricing)
             found.append((each, partial(received_from, answer)))
         return found
+
+    def _hoped_of(self, draft: Draft) -> float:
+        """The step a draft came to, or the one it was estimated at, if that is less."""
+        _, estimated_s, _ = self._drafted[id(draft)]
+        return draft.step_s if estimated_s is None else min(draft.step_s, estimated_s)
 
     def _hoped_s(self, estimate: Estimate) -> float:
         return self._promise.hoped_s(estimate, self.pricing.kind(estimate.combination))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -22,7 +22,7 @@ MESHES = 6
 HAND_SHARE = 0.85
 """Of the time limit, after which nothing more is laid out by hand."""
 NEARLY = 1.02
-"""How much slower than the best a plan of one stage may be for its mesh to be solved."""
+"""How much slower than the best a plan of one stage may be, or be thought to be, for its mesh to be solved."""
 
 Attempt = Callable[[str, Constraints, Callable[[], Draft]], float | None]
 """Plans what is called so, with such constraints: the step, or None where nothing was found."""
@@ -61,7 +61,7 @@ class OneStagePlans:
     attempt: Attempt
     drafts: list[Draft]
     is_tight: bool = False
-    _tried: set[object] = field(default_factory=set)
+    _tried: dict[object, bool] = field(default_factory=dict)
 
     def plan_usual(self) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
@@ -88,14 +88,16 @@ class OneStagePlans:
         if fits(3, recompute):  # which holds least
             fits(2, recompute)
 
-    def solve(self, roomless: Sequence[Draft], certify: bool) -> None:
+    def solve(self, roomless: Sequence[Draft], hoped_s: Callable[[Draft], float], certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
-        nothing else was found, and where one stage is the best or nearly so, allocators having room for it or not, on
-        its mesh. Under tight memory tensor parallelism inside nodes is planned before: of layouts that take as much
-        work all would have to be fitted to find those that fit with least made again.
+        nothing else was found, and where one stage is the best or nearly so, or was to be, allocators having room for
+        it or not, on its mesh. Under tight memory tensor parallelism inside nodes is planned before, and on one axis
+        ZeRO-3: of layouts that take as much work all would have to be fitted to find those that fit with least made
+        again.
 
         Args:
             roomless: drafts that allocators have no room for.
+            hoped_s: the step that a draft was thought to come to, or came to if that is less.
             certify: whether to bound what is found.
         """
         node, n = min(group.devices_per_node for group in self.job.cluster.groups), self.job.cluster.num_devices
@@ -108,10 +110,14 @@ class OneStagePlans:
             self.attempt("one stage", self.constraints, partial(self.make, self.constraints, certify))
             return
         alone = [draft for draft in (*self.drafts, *roomless) if len(draft.sample.stages) == 1]
-        nearest = min(alone, key=step_s, default=None)
-        if nearest is None or nearest.step_s > NEARLY * best.step_s:
+        nearest = min(alone, key=hoped_s, default=None)
+        if nearest is None or hoped_s(nearest) > NEARLY * best.step_s:
             return
         mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
+        if len(mesh) == 1 and self._tried.get(_key("none", {"dp": n, "zero": 3})) is False:
+            self._fits(self.make, None, dp=n, zero=3)
+            if self.deadline.is_over:
+                return
         pinned = msgspec.structs.replace(self.constraints, microbatches=count)
         if meshes_free(self.constraints):
             pinned = msgspec.structs.replace(pinned, mesh=mesh)
@@ -142,15 +148,21 @@ class OneStagePlans:
         for recompute, degrees in ways:
             if self.deadline.passed_s > HAND_SHARE * self.deadline.limit_s:
                 return
-            if (recompute, *degrees.items()) not in self._tried:
+            if _key(recompute, degrees) not in self._tried:
                 self._fits(partial(self.make, again=False), recompute, **degrees)
 
     def _fits(self, make: OneStage, recompute: str | None, **degrees: int) -> bool:
         """Whether there is a plan of these degrees."""
         pins = msgspec.structs.replace(self.constraints, recompute=recompute, **degrees)
         what = " ".join(f"{name}={degree}" for name, degree in degrees.items())
-        self._tried.add((recompute, *degrees.items()))
-        return self.attempt(what, pins, partial(make, pins, False)) is not None
+        fits = self.attempt(what, pins, partial(make, pins, False)) is not None
+        self._tried[_key(recompute, degrees)] = fits
+        return fits
+
+
+def _key(recompute: str | None, degrees: Mapping[str, int]) -> tuple[object, ...]:
+    """What is tried."""
+    return recompute, *degrees.items()
 
 
 def is_piped(constraints: Constraints) -> bool:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from paraplan.ir.errors import NoPlanError
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
+from paraplan.planner.one_stage import one_stage_plans
+from paraplan.planner.one_stage.one_stage_plans import NEARLY, OneStagePlans
+from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.search import find
 from tests.captures import zoo_job
 from tests.planner.joint.chains import chained, cluster, group
 from tests.planner.joint.chains import job as chain_job
@@ -41,3 +50,29 @@ def test_under_tight_memory_no_zero_level_that_keeps_everything_is_faster() -> N
             continue
         assert pinned.prediction is not None
         assert plan.prediction.step_s <= pinned.prediction.step_s * (1 + 1e-9), zero
+
+
+@pytest.mark.parametrize(("hoped", "binds"), [(1.0, True), (1.01, True), (1.1, True), (1.0, False)])
+def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
+    monkeypatch: pytest.MonkeyPatch, hoped: float, binds: bool
+) -> None:
+    """A draft of one stage that came out longer than a pipeline, for want of room, and was estimated shorter."""
+    monkeypatch.setattr(one_stage_plans, "MESHES", 1)  # there are more
+    job, tried = zoo_job("gpt2", 4), list[Constraints]()
+    alone = Draft.of(find(job, Constraints(mesh=(4,), pp=1), certify=False).plan)
+    alone.step_s, best = 2.0, replace(alone, step_s=1.0, sample=msgspec.structs.replace(alone.sample, stages=()))
+
+    def attempt(what: str, pins: Constraints, make: Callable[[], Draft]) -> float | None:
+        tried.append(pins)
+        return None if binds and pins.recompute == "none" else 1.0
+
+    search = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempt, [alone, best])
+    search.plan_usual()
+    tried.clear()
+    search.solve([], lambda draft: hoped if draft is alone else draft.step_s, certify=False)
+    solved = [(pins.dp, pins.zero, pins.mesh) for pins in tried]
+    assert solved == ([(4, 3, None)] * binds + [(None, None, (4,))] if hoped <= NEARLY else [])
+
+
+def fail(*given: object, **more: object) -> Draft:
+    raise AssertionError(f"nothing is made here ({given}, {more})")
