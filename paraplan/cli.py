@@ -17,10 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from paraplan import __version__
-from paraplan.ir.errors import CheckError, ConstraintError, ParaplanError, RuntimeFailure
+from paraplan.ir.errors import CheckError, ConstraintError, InvalidPlanError, ParaplanError, RuntimeFailure
 from paraplan.ir.option_words import OptionValue
 from paraplan.ir.process.garbage import RARELY
 from paraplan.ir.process.lazy import lazy
+from paraplan.ir.struct import check_writable
 from paraplan.jobs.run_options import RunOptions
 from paraplan.plan_options import JobOptions
 from paraplan.planner.constraints import Constraints
@@ -106,6 +107,8 @@ def plan(
 ) -> None:
     """Plan a model for a cluster."""
     gc.set_threshold(*RARELY)  # the imports of torch and transformers too
+    if output is not None:
+        check_writable(output, "plan file", InvalidPlanError)
     with Progress() as tell:
         made = _loaded(model, settings, options, tell)
         found = _part("compile")(made.model, cluster, progress=tell, **_captured_on(made), **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 
 from torch import nn
 
@@ -16,6 +17,10 @@ def _stable(value: object) -> object:
     return [_stable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+_LISTED = re.compile(r"\[torch\.\S+ of size ([\dx]*)[^\]]*\]")
+"""How torch writes a parameter of a list or a dict: with its dtype and its device, which are no part of a model."""
+
+
 def fingerprint(model: nn.Module, precision: str) -> str:
     """sha256 of class, structure, configuration, parameters (shape, trainable, ties), buffers and modes.
 
@@ -23,7 +28,8 @@ def fingerprint(model: nn.Module, precision: str) -> str:
         model: on any device, meta included.
         precision: what the captured program computes in.
     """
-    lines = [type(model).__qualname__, repr(model), f"precision {precision}"]
+    structure = _LISTED.sub(r"[of size \1]", repr(model))
+    lines = [type(model).__qualname__, structure, f"precision {precision}"]
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         lines.append(json.dumps(_stable(config.to_dict()), sort_keys=True, default=str))

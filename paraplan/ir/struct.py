@@ -126,6 +126,23 @@ def read_bytes(path: str | Path, what: str, error: type[ParaplanError]) -> bytes
         raise error(f"cannot read {what} {str(path)!r}: {fault.strerror}") from None
 
 
+def check_writable(path: str | Path, what: str, error: type[ParaplanError]) -> None:
+    """Refuse, before the work for it is done, a file that cannot be written.
+
+    Args:
+        path, what, error: as of `write_bytes`.
+    Raises:
+        error: so it is; says which and why.
+    """
+    target = Path(path).resolve()
+    at = target if target.exists() else target.parent
+    if target.is_dir() or not at.exists() or not os.access(at, os.W_OK):
+        code = errno.EISDIR if target.is_dir() else errno.EACCES if at.exists() else errno.ENOENT
+        raise error(
+            f"cannot write {what} {str(path)!r}: {os.strerror(code)}; give a file in a folder that can be written"
+        )
+
+
 def write_bytes(path: str | Path, data: bytes, what: str, error: type[ParaplanError]) -> None:
     """Write a file so that at any time it is as it was or whole: beside it, then in its place.
 

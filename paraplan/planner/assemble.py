@@ -52,6 +52,12 @@ class Job:
     def __post_init__(self) -> None:
         object.__setattr__(self, "cluster", with_clocks(self.cluster, self.program, self.optimizer))
 
+    @property
+    def launched_s(self) -> float:
+        """What the launches of a microbatch's forward take, however many samples it has and whoever shares them."""
+        num_ops = sum(len(self.program.kinds[segment.kind].graph.ops) for segment in self.program.segments)
+        return num_ops * max(group.device.launch_s for group in self.cluster.groups)
+
 
 @dataclass(frozen=True)
 class Decisions:

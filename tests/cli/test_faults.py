@@ -31,6 +31,7 @@ NET = ("plan", "zoo:net", "local:2")
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (("plan", "nowhere:net", "local:2", "-o", "no/x.json"), ("cannot write plan file 'no/x.json'", "give a file")),
         (("plan", "nowhere:net", "local:2"), ("cannot import 'nowhere'", "No module named")),
         (("plan", "zoo:nett", "local:2"), ("no attribute 'nett'", "did you mean net")),
         (("plan", "zoo:constant", "local:2"), ("no function", "constant")),

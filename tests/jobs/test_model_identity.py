@@ -131,6 +131,28 @@ def _made_loss(factor: float) -> Callable[..., Any]:
     return lambda out, batch: out.mean() * factor
 
 
+class Listed(nn.Module):
+    """Its description names the dtypes and devices of its parameters."""
+
+    def __init__(self, inner: int = 3) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.ones(4, inner)), nn.Parameter(torch.ones(inner, 4))])
+        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.ones(4))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.listed
+        return (x @ first @ second + self.named["bias"]).square().mean()
+
+
+def test_dtypes_and_devices_of_listed_parameters_are_no_other_model() -> None:
+    plan = paraplan.compile(Listed(), "local:2", example_inputs={"x": torch.ones(4, 4)}, precision="fp64").data
+    with torch.device("meta"):
+        check_model(plan, Listed())
+    check_model(plan, Listed().double())
+    with pytest.raises(PlanMismatchError, match=r"shape \(4, 2\) where the plan has \(4, 3\)"):
+        check_model(plan, Listed(2))
+
+
 def test_another_loss_function_is_refused() -> None:
     model, given = nn.Linear(4, 4), {"input": torch.randn(8, 4)}
     plan = paraplan.compile(model, "local:1", example_inputs=given, loss_fn=_made_loss(1.0))

@@ -70,17 +70,10 @@ class Way:
             doubled = math.log2(samples / self.samples)
             self.gain = max(FASTER, 1 - (each_s / known_s) ** (1 / doubled))
         elif priced:
-            self.gain = min(FASTER_FIRST, FASTER + _launched_s(priced[0]) / (each_s * samples))
+            self.gain = min(FASTER_FIRST, FASTER + priced[0].sharding.job.launched_s / (each_s * samples))
         if self.fewer is not None and not self.fewer.priced:
             self.fewer.samples, self.fewer.priced = samples, priced
         self.samples, self.priced = samples, priced
-
-
-def _launched_s(prices: StagePrices) -> float:
-    """What the launches of a microbatch's ops take, however many samples it has: what larger ones may save."""
-    job = prices.sharding.job
-    num_ops = sum(len(job.program.kinds[segment.kind].graph.ops) for segment in job.program.segments)
-    return num_ops * max(group.device.launch_s for group in job.cluster.groups)
 
 
 def ways_of(kinds: Iterable[Kind], usual: float) -> list[Way]:

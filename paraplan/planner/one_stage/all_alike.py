@@ -1,12 +1,15 @@
-"""The plan of one stage in which every device does all of the work, as one alone would.
+"""The plan of one stage in which every device, or every node, does all of the work, as one alone would.
 
 Where links are slow against a step that is mostly issued, no way to divide it pays; work, by which shardings are
 chosen, leaves out what several small messages wait for together, so that does not show there. The sharding of least
-work on links a thousand times as slow divides nothing that need not be divided.
+work on links a thousand times as slow divides nothing over them that need not be divided: on any mesh over all links,
+on that of nodes and their devices over those between nodes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -25,33 +28,51 @@ from paraplan.planner.sharding.solve import Candidate, choose
 SLOWER = 1000.0
 """How much slower links are than they are."""
 WAITS = 0.3
-"""Of a step, what is waited for links at least where this is looked for."""
+"""Of a step, what goes to links and to launches, whoever divides the work, at least where this is looked for."""
 
 
-def all_alike(job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, best: Candidate) -> list[Candidate]:
-    """That plan, where nobody says how to divide, if it fits, is faster than the best and that waits for links.
+BACKWARD = 2
+"""Times the launches of a forward, those of both."""
+
+
+def all_alike(
+    job: Job,
+    mesh: Mesh,
+    constraints: Constraints,
+    limits: SolveLimits,
+    here: Sequence[Candidate],
+    in_node: bool = True,
+) -> list[Candidate]:
+    """That plan, where nobody says how to divide, if it fits and is faster than what is known, much of which does not
+    shrink as work is divided.
 
     Args:
-        job, mesh, constraints, limits: of the best.
-        best: found for them.
+        job, mesh, constraints, limits: what was solved for.
+        here: plans found for them; none where all are slower than one known.
+        in_node: whether devices of a node are alike too.
     """
-    simulation, c = best.simulation, constraints
+    c, best = constraints, min(here, key=lambda each: each.simulation.step_s, default=None)
     divided = any(each is not None for each in (c.dp, c.tp, c.cp, c.ep, c.zero)) or c.sp or bool(c.params)
-    if mesh.size == 1 or divided or simulation.exposed_comm_s < WAITS * simulation.step_s:
+    count = (c.microbatches or 1) if best is None else best.plan.num_microbatches
+    known_s = limits.known_s if best is None else best.simulation.step_s
+    fixed_s = BACKWARD * count * job.launched_s + (best.simulation.exposed_comm_s if best else 0.0)
+    if mesh.size == 1 or divided or math.isinf(known_s) or fixed_s < WAITS * known_s:
         return []
     try:
-        slow = replace(job, cluster=_slowed(job.cluster))
-        decisions = choose(slow, mesh, best.plan.num_microbatches, constraints, limits)
+        slow = replace(job, cluster=_slowed(job.cluster, in_node))
+        decisions = choose(slow, mesh, count, constraints, limits)
     except NoPlanError:
         return []
     made = realise(job, decisions, limits.memory_bytes)
-    if made.peak_bytes > limits.memory_bytes or made.over_bytes or made.simulation.step_s >= simulation.step_s:
+    if made.peak_bytes > limits.memory_bytes or made.over_bytes or made.simulation.step_s >= known_s:
         return []
-    objective_s = work_s(made.simulation)
-    return [replace(best, plan=made.plan, simulation=made.simulation, objective_s=objective_s, status="feasible")]
+    objective_s, bound_s = work_s(made.simulation), best.bound_s if best else 0.0
+    return [Candidate(made.plan, made.simulation, objective_s, bound_s, "feasible", 0.0)]
 
 
-def _slowed(cluster: ClusterSpec) -> ClusterSpec:
+def _slowed(cluster: ClusterSpec, in_node: bool) -> ClusterSpec:
+    """The cluster with slow links, those in nodes where these are to be too."""
+
     def slow(link: Link | None) -> Link | None:
         if link is None:
             return None
@@ -59,7 +80,11 @@ def _slowed(cluster: ClusterSpec) -> ClusterSpec:
         return msgspec.structs.replace(link, bytes_per_s=link.bytes_per_s / SLOWER, latency_s=latency_s)
 
     groups = tuple(
-        msgspec.structs.replace(group, in_node=slow(group.in_node), between_nodes=slow(group.between_nodes))
+        msgspec.structs.replace(
+            group,
+            in_node=slow(group.in_node) if in_node else group.in_node,
+            between_nodes=slow(group.between_nodes),
+        )
         for group in cluster.groups
     )
     return msgspec.structs.replace(cluster, groups=groups, between_nodes=slow(cluster.between_nodes))

@@ -16,7 +16,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.planner.best_plan import Progress
 from paraplan.planner.one_stage.on_mesh import plans_on_mesh
 from paraplan.planner.one_stage.solved_meshes import SolvedMeshes
-from paraplan.planner.pipeline.meshes import candidate_meshes, meshes_free
+from paraplan.planner.pipeline.meshes import candidate_meshes, dividing_data
 from paraplan.planner.sharding.solve import Skipped
 
 LEVELS = (1, 2, 0, 3)
@@ -25,15 +25,15 @@ SHARE = 0.15
 
 
 def add_data_parallel(solved: SolvedMeshes, progress: Progress) -> None:
-    """Add its plans to what was solved, where meshes are free; they prove nothing of other plans.
+    """Add its plans to what was solved, where they are open to it; they prove nothing of other plans.
 
     Args:
         solved: added to.
         progress: told what is being tried.
     """
-    job, c, deadline = solved.job, solved.constraints, solved.deadline
-    n = job.cluster.num_devices
-    if n == 1 or not meshes_free(c) or job.program.batch_size % n:
+    job, deadline, n = solved.job, solved.deadline, solved.job.cluster.num_devices
+    c = dividing_data(solved.constraints, n)
+    if n == 1 or c is None or job.program.batch_size % n:
         return
     for zero in LEVELS:
         if deadline.passed_s > SHARE * deadline.limit_s:

@@ -130,10 +130,15 @@ class SolvedMeshes:
         return msgspec.structs.replace(plan, notes=notes, tried=self._tried(plan)), drafts
 
     def _alike(self, mesh: Mesh, here: Sequence[Candidate]) -> list[Candidate]:
-        """On the first mesh, which is that of all that do not divide: what none of the plans here may be."""
-        if mesh != self.meshes[0] or not here or self.deadline.is_over:
+        """What none of the plans here may be: on a mesh of one axis, or the only one, that of all devices alike; on
+        that of nodes and their devices, that of all nodes alike."""
+        node = min(group.devices_per_node for group in self.job.cluster.groups)
+        ways = [True] if len(mesh.shape) == 1 or len(self.meshes) == 1 else []
+        ways += [False] if mesh.size > node > 1 and mesh.shape == (mesh.size // node, node) else []
+        if self.deadline.is_over:
             return []
-        return all_alike(self.job, mesh, self.constraints, self._timed(mesh), min(here, key=_step_s))
+        given = self.job, mesh, self.constraints, self._timed(mesh), here
+        return [plan for in_node in ways for plan in all_alike(*given, in_node)]
 
     @property
     def _has_plan(self) -> bool:

@@ -8,6 +8,8 @@ that could stay inside one.
 
 from __future__ import annotations
 
+import msgspec
+
 from paraplan.ir.machine.mesh import Mesh, make_mesh
 from paraplan.ir.model.program import Program
 from paraplan.planner.assemble import Job
@@ -75,3 +77,12 @@ def meshes_free(constraints: Constraints) -> bool:
     """Whether neither a mesh nor a degree is pinned, so that a search chooses meshes."""
     c = constraints
     return all(each is None for each in (c.mesh, c.dp, c.tp, c.cp, c.ep, c.zero))
+
+
+def dividing_data(constraints: Constraints, num_devices: int) -> Constraints | None:
+    """The constraints, without their mesh, where data parallelism over all devices is open to them at every ZeRO level;
+    else None."""
+    c = constraints
+    if any(each is not None for each in (c.tp, c.cp, c.ep, c.zero)) or c.dp not in (None, num_devices):
+        return None
+    return msgspec.structs.replace(c, mesh=None) if c.mesh in (None, (num_devices,)) else None

@@ -314,6 +314,7 @@ def _told(made: Realised) -> Plan:
     """The plan with its prediction and certificate."""
     plan, programs, simulation = made.plan, made.programs, made.simulation
     bound = min(rank_bound(trace.work for trace in simulation.traces), simulation.step_s)
+    bound = bound if len(plan.stages) > 1 else 0.0  # that of one stage's own sharding is hardly less than its step
     certificate = Certificate(
         status="feasible",
         objective_s=simulation.step_s,

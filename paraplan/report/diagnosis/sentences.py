@@ -95,7 +95,7 @@ def more_memory_title(more: MoreMemory) -> str:
 
 def more_memory_words(told: Diagnosis, more: MoreMemory) -> tuple[str, ...]:
     """What the family gains, or that it gains nothing; and where it was planned badly, that."""
-    family = f"family: {more.family}" if more.family else "family: everything"
+    family = f"family: {more.family} (a free search may gain more)" if more.family else "family: everything"
     if more.step_s is None:
         return (f"nothing was found: {more.said}", family)
     anew = (
