@@ -10,7 +10,7 @@ that come to their update in runs as large as bundles. The first is given up alo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgspec
 
@@ -18,10 +18,12 @@ from paraplan.cost_models.realised_plan import Realised
 from paraplan.ir.execution.rank_program import Block, BlockRole, InstrKind, RankProgram
 from paraplan.ir.execution.schedule import ActionKind, parse_action
 from paraplan.ir.plan import Plan
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.lowering.blocks import bundle
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.schedules.full_rounds import as_a_whole
 
+_KEPT: Lately[Realised] = SESSION.lately("evaluate_plan.kept", 12)
 FAR = 1.02
 """How much more than it may a lean plan holds where no other of the same layouts is tried."""
 
@@ -105,9 +107,13 @@ def _is_large(block: Block) -> bool:
 
 
 def as_decided(job: Job, decisions: Decisions) -> Realised:
-    """The plan of these decisions, whether it fits or not.
+    """The plan of these decisions, whether it fits or not; those that keep everything are asked for again and again.
 
     Args:
         job, decisions: as of `realise`.
     """
-    return as_a_whole(assemble(job, decisions))
+    if any(decisions.activations):
+        return as_a_whole(assemble(job, decisions))
+    given = (getattr(job, each.name) for each in fields(job))
+    key = decisions.key, *(each if isinstance(each, bool | str) else Same(each) for each in given)
+    return _KEPT.get(key, lambda: as_a_whole(assemble(job, decisions)))

@@ -68,6 +68,9 @@ LATE = 2
 """Searches begun after the time is over."""
 RESORTS = 2
 """Plans that need least memory which are made however late it is, where nothing else was found."""
+STRIDE = 0.002
+"""Of the bytes alive, how many fewer the first of these searches is for at least, and the next for twice as many: what
+is reserved may hardly depend on them."""
 EACH = 0.2
 """Of the time, what a search for fewer bytes has at least."""
 _NEAR = 200
@@ -265,13 +268,15 @@ class _Rounds:
     def fitting(self, pins: Constraints) -> list[BestPlan]:
         """A plan that allocators have room for, if one is found under some constraints."""
         low, high, allowed, plan = 0, self.budget, self.budget, self.tries[0].plan
+        stride = STRIDE
         most_late = 0 if self.known else LATE
         for _ in range(ROUNDS if self.late <= most_late else 0):
             if allowed > low:  # the last search found a plan
                 said = f"{say_size(needed_bytes(plan))} would be reserved of {say_size(self.budget)}"
                 self.progress(f"{said}; planning for less")
                 high = min(max(_predicted(plan).peak_bytes), allowed)
-                allowed = high * self.budget // needed_bytes(plan)
+                allowed = min(high * self.budget // needed_bytes(plan), round((1 - stride) * high))
+                stride *= 2
             allowed = allowed if allowed > low else (low + high) // 2
             self.late += self.deadline.is_over
             if high - low <= self.budget // _NEAR or self.late > most_late:

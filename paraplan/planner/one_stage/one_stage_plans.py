@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,16 +89,16 @@ class OneStagePlans:
         if fits(3, recompute):  # which holds least
             fits(2, recompute)
 
-    def solve(self, roomless: Sequence[Draft], hoped_s: Callable[[Draft], float], certify: bool) -> None:
+    def solve(self, roomless: Sequence[Draft], hoped_s: Callable[[Draft | None], float], certify: bool) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best or nearly so, or was to be, allocators having room for
-        it or not, on its mesh. Under tight memory tensor parallelism inside nodes is planned before, and on one axis
-        ZeRO-3: of layouts that take as much work all would have to be fitted to find those that fit with least made
-        again.
+        it or not, on its mesh. Under tight memory tensor parallelism inside nodes is planned before, and ZeRO-3: of
+        layouts that take as much work all would have to be fitted to find those that fit with least made again.
 
         Args:
             roomless: drafts that allocators have no room for.
-            hoped_s: the step that a draft was thought to come to, or came to if that is less.
+            hoped_s: the step that a draft was thought to come to, or came to if that is less; of None, what the best of
+                one stage was thought to, made or not.
             certify: whether to bound what is found.
         """
         node, n = min(group.devices_per_node for group in self.job.cluster.groups), self.job.cluster.num_devices
@@ -111,13 +112,14 @@ class OneStagePlans:
             return
         alone = [draft for draft in (*self.drafts, *roomless) if len(draft.sample.stages) == 1]
         nearest = min(alone, key=hoped_s, default=None)
-        if nearest is None or hoped_s(nearest) > NEARLY * best.step_s:
+        nearest_s = math.inf if nearest is None else hoped_s(nearest)
+        binds = self._tried.get(_key("none", {"dp": n, "zero": 3})) is False
+        if binds and min(nearest_s, hoped_s(None)) <= NEARLY * best.step_s:
+            self._fits(self.make, None, dp=n, zero=3)
+        best_s = min(map(step_s, self.drafts))
+        if nearest is None or nearest_s > NEARLY * best_s or self.deadline.is_over:
             return
         mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
-        if len(mesh) == 1 and self._tried.get(_key("none", {"dp": n, "zero": 3})) is False:
-            self._fits(self.make, None, dp=n, zero=3)
-            if self.deadline.is_over:
-                return
         pinned = msgspec.structs.replace(self.constraints, microbatches=count)
         if meshes_free(self.constraints):
             pinned = msgspec.structs.replace(pinned, mesh=mesh)

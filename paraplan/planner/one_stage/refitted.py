@@ -1,4 +1,4 @@
-"""A plan of one stage within fewer bytes: in its own layouts, with more made again."""
+"""A plan of one stage within fewer bytes: in its own layouts and chunks, or finer ones, with more made again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def refitted(job: Job, plan: Plan, constraints: Constraints, limit_bytes: int, w
         return None
     job = replace(job, program=plan.program, compiled=plan.compiled, reduce_dtype=plan.reduce_dtype)
     fixed = bool(constraints.params)
-    known = decided(plan, plan.stages[0].mesh)
+    (stage,) = plan.stages
+    splits = tuple(stage.choices[at].split for at in stage.segment_choice)
+    known = replace(decided(plan, stage.mesh), splits=splits if any(splits) else ())
     decisions = replace(known, options=ROOMY, fixed=fixed)
     worst_s = math.inf if plan.prediction is None else WORST * plan.prediction.step_s
     last = time.perf_counter() + within_s
