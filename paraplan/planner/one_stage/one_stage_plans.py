@@ -24,6 +24,8 @@ HAND_SHARE = 0.85
 """Of the time limit, after which nothing more is laid out by hand."""
 NEARLY = 1.02
 """How much slower than the best a plan of one stage may be, or be thought to be, for its mesh to be solved."""
+CHUNKED = 1.05
+"""Likewise for ZeRO-3 to be planned where memory binds: what runs in chunks is in no estimate."""
 
 Attempt = Callable[[str, Constraints, Callable[[], Draft]], float | None]
 """Plans what is called so, with such constraints: the step, or None where nothing was found."""
@@ -114,7 +116,7 @@ class OneStagePlans:
         nearest = min(alone, key=hoped_s, default=None)
         nearest_s = math.inf if nearest is None else hoped_s(nearest)
         binds = self._tried.get(_key("none", {"dp": n, "zero": 3})) is False
-        if binds and min(nearest_s, hoped_s(None)) <= NEARLY * best.step_s:
+        if binds and min(nearest_s, hoped_s(None)) <= CHUNKED * best.step_s:
             self._fits(self.make, None, dp=n, zero=3)
         best_s = min(map(step_s, self.drafts))
         if nearest is None or nearest_s > NEARLY * best_s or self.deadline.is_over:

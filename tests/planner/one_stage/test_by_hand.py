@@ -13,7 +13,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
 from paraplan.planner.one_stage import one_stage_plans
-from paraplan.planner.one_stage.one_stage_plans import NEARLY, OneStagePlans
+from paraplan.planner.one_stage.one_stage_plans import CHUNKED, NEARLY, OneStagePlans
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.search import find
 from tests.captures import zoo_job
@@ -52,7 +52,7 @@ def test_under_tight_memory_no_zero_level_that_keeps_everything_is_faster() -> N
         assert plan.prediction.step_s <= pinned.prediction.step_s * (1 + 1e-9), zero
 
 
-@pytest.mark.parametrize(("hoped", "binds"), [(1.0, True), (1.01, True), (1.1, True), (1.0, False)])
+@pytest.mark.parametrize(("hoped", "binds"), [(1.0, True), (1.01, True), (1.04, True), (1.1, True), (1.0, False)])
 def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
     monkeypatch: pytest.MonkeyPatch, hoped: float, binds: bool
 ) -> None:
@@ -71,12 +71,13 @@ def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
     tried.clear()
     search.solve([], lambda draft: {id(None): 9.0, id(alone): hoped}.get(id(draft), 1.0), certify=False)
     solved = [(pins.dp, pins.zero, pins.mesh) for pins in tried]
-    assert solved == ([(4, 3, None)] * binds + [(None, None, (4,))] if hoped <= NEARLY else [])
+    zero_3 = binds and hoped <= CHUNKED
+    assert solved == [(4, 3, None)] * zero_3 + [(None, None, (4,))] * (hoped <= NEARLY)
     unmade = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempt, [best])
     unmade.plan_usual()
     tried.clear()
     unmade.solve([], lambda draft: hoped if draft is None else draft.step_s, certify=False)
-    assert [(pins.dp, pins.zero) for pins in tried] == [(4, 3)] * (binds and hoped <= NEARLY), "it was estimated"
+    assert [(pins.dp, pins.zero) for pins in tried] == [(4, 3)] * zero_3, "it was estimated"
 
 
 def fail(*given: object, **more: object) -> Draft:
