@@ -101,8 +101,6 @@ def check_options(options: RunOptions) -> None:
     Raises:
         ConstraintError: names the option.
     """
-    if options.steps < 1:
-        raise ConstraintError(f"--steps {options.steps}: at least 1")
     if not 0 <= options.lr < math.inf:
         raise ConstraintError(f"--lr {options.lr}: a number of at least 0")
     if options.clip is not None and not options.clip > 0:

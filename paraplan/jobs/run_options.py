@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from paraplan.ir.options import Option, Options, documented
+from paraplan.ir.options import Option, Options, at_least, documented
 
 
 @documented
@@ -80,7 +80,7 @@ class ExecutionKeywords(TypedDict, total=False):
 class RunOptions(Options, frozen=True, kw_only=True):
     """What `paraplan run` does with a plan."""
 
-    steps: Annotated[int, Option("Training steps.")] = 5
+    steps: Annotated[int, Option("Training steps.", check=at_least(1))] = 5
     data: Annotated[
         str | None,
         Option(
