@@ -304,7 +304,8 @@ class _Rounds:
                 return BestPlan(again, time.perf_counter() - began, time.perf_counter() - began)
         share_s = max(self.deadline.share_s(0.5), EACH * self.deadline.limit_s)
         drafts = [Draft.of(each.plan) for each in self.known]
-        return find(self.job, fewer, share_s, self.progress, certify=False, known=drafts)
+        beside = fewer.mesh is not None  # plain data parallelism was among what the first search made
+        return find(self.job, fewer, share_s, self.progress, certify=False, beside=beside, known=drafts)
 
 
 def _unasked(job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None) -> NoReturn:

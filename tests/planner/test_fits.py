@@ -168,7 +168,7 @@ def test_the_first_plan_s_microbatches_are_tried_again(monkeypatch: pytest.Monke
 def test_another_plan_of_the_search_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest of those made on the way that allocators have room for is no worse for there being no time."""
     first, *others = (
-        search_room(job(2 * roomy_peak()), Constraints(dp=2, recompute="none", microbatches=count)).plan
+        search_room(job(2 * roomy_peak()), Constraints(dp=2, zero=1, recompute="none", microbatches=count)).plan
         for count in (1, 4, 2)
     )
     two, memory = others[1], needed_bytes(others[1])
@@ -181,15 +181,17 @@ def test_another_plan_of_the_search_has_room(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(room_module, "find", searched)
     monkeypatch.setattr(room_module, "WORSE", 2.0)
-    found = search_room(job(memory), Constraints(dp=2, recompute="none")).plan
+    found = search_room(job(memory), Constraints(dp=2, zero=1, recompute="none")).plan
     assert found.num_microbatches == 2 and needed_bytes(found) <= memory
     assert any("would be reserved, of this one" in note for note in found.notes)
     monkeypatch.setattr(roomier, "OTHERS", 1)  # the first, which does not fit: at last all are looked at
-    assert search_room(job(memory), Constraints(dp=2, recompute="none")).plan.num_microbatches == 2
+    assert search_room(job(memory), Constraints(dp=2, zero=1, recompute="none")).plan.num_microbatches == 2
     monkeypatch.setattr(room_module, "WORSE", 1.0)
-    assert search_room(job(memory), Constraints(dp=2, recompute="none")).plan.num_microbatches == 2, "however slow"
+    assert search_room(job(memory), Constraints(dp=2, zero=1, recompute="none")).plan.num_microbatches == 2, (
+        "however slow"
+    )
     with pytest.raises(SolverLimitError, match="plans fit by the bytes alive"):
-        search_room(job(needed_bytes(others[0]) - 1), Constraints(dp=2, recompute="none"))
+        search_room(job(needed_bytes(others[0]) - 1), Constraints(dp=2, zero=1, recompute="none"))
 
 
 def _step_s(plan: Plan) -> float:
