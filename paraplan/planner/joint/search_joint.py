@@ -276,7 +276,8 @@ class JointSearch:
         of one stage."""
         if draft is None:
             return min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
-        _, estimated_s, _ = self._drafted[id(draft)]
+        known = self._drafted.get(id(draft))  # of one stage, what allocators have no room for was not estimated
+        estimated_s = None if known is None else known[1]
         return draft.step_s if estimated_s is None else min(draft.step_s, estimated_s)
 
     def _hoped_s(self, estimate: Estimate) -> float:

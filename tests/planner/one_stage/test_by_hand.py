@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,9 +14,11 @@ from paraplan.ir.errors import NoPlanError
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
+from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.one_stage import one_stage_plans
 from paraplan.planner.one_stage.one_stage_plans import CHUNKED, NEARLY, OneStagePlans
 from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.search import find
 from tests.captures import zoo_job
 from tests.planner.joint.chains import chained, cluster, group
@@ -80,5 +84,15 @@ def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
     assert [(pins.dp, pins.zero) for pins in tried] == [(4, 3)] * zero_3, "it was estimated"
 
 
-def fail(*given: object, **more: object) -> Draft:
+def test_what_was_hoped_of_drafts_that_were_estimated_and_of_others() -> None:
+    job = zoo_job("gpt2", 4)
+    search = JointSearch(job, Constraints(), Shardings(fail), lambda text: None, Deadline(60.0))
+    roomless = Draft.of(find(job, Constraints(mesh=(4,), pp=1), certify=False).plan)
+    assert search._hoped_of([], roomless) == roomless.step_s and search._hoped_of([], None) == math.inf
+    for estimated_s in (2 * roomless.step_s, 0.5 * roomless.step_s):
+        search._drafted[id(roomless)] = "one stage", estimated_s, {}
+        assert search._hoped_of([], roomless) == min(roomless.step_s, estimated_s)
+
+
+def fail(*given: object, **more: object) -> Any:
     raise AssertionError(f"nothing is made here ({given}, {more})")
