@@ -139,7 +139,8 @@ class JointSearch:
                     break
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
-            alone.solve(self.roomless, partial(self._hoped_of, estimates), certify)
+            alone_s = min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
+            alone.solve(self.roomless, self._hoped_of, alone_s, certify)
             alone.plan_by_hand()
             self.drafts = self.drafts or self.roomless  # for which room is to be made
             self._make_fastest()
@@ -271,11 +272,8 @@ class JointSearch:
             found.append((each, partial(received_from, answer)))
         return found
 
-    def _hoped_of(self, estimates: Sequence[Estimate], draft: Draft | None) -> float:
-        """The step a draft came to, or the one it was estimated at, if that is less; without one, the shortest estimate
-        of one stage."""
-        if draft is None:
-            return min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
+    def _hoped_of(self, draft: Draft) -> float:
+        """The step a draft came to, or the one it was estimated at, if that is less."""
         known = self._drafted.get(id(draft))  # of one stage, what allocators have no room for was not estimated
         estimated_s = None if known is None else known[1]
         return draft.step_s if estimated_s is None else min(draft.step_s, estimated_s)

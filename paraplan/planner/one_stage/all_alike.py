@@ -29,8 +29,6 @@ SLOWER = 1000.0
 """How much slower links are than they are."""
 WAITS = 0.3
 """Of a step, what goes to links and to launches, whoever divides the work, at least where this is looked for."""
-
-
 BACKWARD = 2
 """Times the launches of a forward, those of both."""
 

@@ -91,7 +91,9 @@ class OneStagePlans:
         if fits(3, recompute):  # which holds least
             fits(2, recompute)
 
-    def solve(self, roomless: Sequence[Draft], hoped_s: Callable[[Draft | None], float], certify: bool) -> None:
+    def solve(
+        self, roomless: Sequence[Draft], hoped_s: Callable[[Draft], float], alone_s: float, certify: bool
+    ) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best or nearly so, or was to be, allocators having room for
         it or not, on its mesh. Under tight memory tensor parallelism inside nodes is planned before, and ZeRO-3: of
@@ -99,8 +101,8 @@ class OneStagePlans:
 
         Args:
             roomless: drafts that allocators have no room for.
-            hoped_s: the step that a draft was thought to come to, or came to if that is less; of None, what the best of
-                one stage was thought to, made or not.
+            hoped_s: the step that a draft was estimated at, or came to if that is less.
+            alone_s: the shortest step that one stage was estimated at, whether it was made or not.
             certify: whether to bound what is found.
         """
         node, n = min(group.devices_per_node for group in self.job.cluster.groups), self.job.cluster.num_devices
@@ -116,7 +118,7 @@ class OneStagePlans:
         nearest = min(alone, key=hoped_s, default=None)
         nearest_s = math.inf if nearest is None else hoped_s(nearest)
         binds = self._tried.get(_key("none", {"dp": n, "zero": 3})) is False
-        if binds and min(nearest_s, hoped_s(None)) <= CHUNKED * best.step_s:
+        if binds and min(nearest_s, alone_s) <= CHUNKED * best.step_s:
             self._fits(self.make, None, dp=n, zero=3)
         best_s = min(map(step_s, self.drafts))
         if nearest is None or nearest_s > NEARLY * best_s or self.deadline.is_over:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -73,14 +72,14 @@ def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
     search = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempt, [alone, best])
     search.plan_usual()
     tried.clear()
-    search.solve([], lambda draft: {id(None): 9.0, id(alone): hoped}.get(id(draft), 1.0), certify=False)
+    search.solve([], lambda draft: hoped if draft is alone else draft.step_s, 9.0, certify=False)
     solved = [(pins.dp, pins.zero, pins.mesh) for pins in tried]
     zero_3 = binds and hoped <= CHUNKED
     assert solved == [(4, 3, None)] * zero_3 + [(None, None, (4,))] * (hoped <= NEARLY)
     unmade = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempt, [best])
     unmade.plan_usual()
     tried.clear()
-    unmade.solve([], lambda draft: hoped if draft is None else draft.step_s, certify=False)
+    unmade.solve([], lambda draft: draft.step_s, hoped, certify=False)
     assert [(pins.dp, pins.zero) for pins in tried] == [(4, 3)] * zero_3, "it was estimated"
 
 
@@ -88,10 +87,10 @@ def test_what_was_hoped_of_drafts_that_were_estimated_and_of_others() -> None:
     job = zoo_job("gpt2", 4)
     search = JointSearch(job, Constraints(), Shardings(fail), lambda text: None, Deadline(60.0))
     roomless = Draft.of(find(job, Constraints(mesh=(4,), pp=1), certify=False).plan)
-    assert search._hoped_of([], roomless) == roomless.step_s and search._hoped_of([], None) == math.inf
+    assert search._hoped_of(roomless) == roomless.step_s
     for estimated_s in (2 * roomless.step_s, 0.5 * roomless.step_s):
         search._drafted[id(roomless)] = "one stage", estimated_s, {}
-        assert search._hoped_of([], roomless) == min(roomless.step_s, estimated_s)
+        assert search._hoped_of(roomless) == min(roomless.step_s, estimated_s)
 
 
 def fail(*given: object, **more: object) -> Any:
