@@ -1,8 +1,8 @@
-"""The jobs of `benchmarks.grids`: models at their published sizes on the meta device, their batches and clusters.
+"""The jobs of `benchmarks.grids` and `benchmarks.restrictions`: models at published sizes, their batches and clusters.
 
-GPT-3 is Megatron-LM's model (`benchmarks.megatron_gpt`) in sizes of Narayanan et al. 2021, Table 1; Llama-3.1, Mixtral
-8x7B, DeepSeek-V3 and T5-11B are Hugging Face's; ViT-G is of Zhai et al. 2022, Table 2; DLRM is `examples.models.dlrm`
-with 24 tables of four million rows. bf16 and AdamW throughout.
+Models are on the meta device. GPT-3 is Megatron-LM's model (`benchmarks.megatron_gpt`) in sizes of Narayanan et al.
+2021, Table 1; Llama-3.1, Mixtral 8x7B, DeepSeek-V3 and T5-11B are Hugging Face's; ViT-G is of Zhai et al. 2022, Table
+2; DLRM is `examples.models.dlrm` with 24 tables of four million rows. bf16 and AdamW throughout.
 """
 
 from __future__ import annotations
@@ -123,3 +123,15 @@ JOBS: dict[str, GridJob] = {
     "DeepSeek-V3, 2048 H100": GridJob(_deepseek, _tokens(16384, 4096), "8xH100:256", has_experts=True),
     "GPT 1T, 3072 A100": GridJob(_gpt(128, 25600, 160), _tokens(3072, 2048), "8xA100-80:384"),
 }
+
+BINDING_JOBS: dict[str, GridJob] = {
+    "Llama 8B, 8 H100, batch 16": GridJob(lambda: llama(32, 4096, 14336, 32), _tokens(16, 8192), "8xH100:1"),
+    "Llama 8B, 32 H100": GridJob(lambda: llama(32, 4096, 14336, 32), _tokens(128, 8192), "8xH100:4"),
+    "Llama 13B, 16 A100": GridJob(lambda: llama(40, 5120, 13824, 40), _tokens(32, 4096), "8xA100-80:2"),
+    "Llama 32B, 32 H100": GridJob(lambda: llama(64, 5120, 27648, 40), _tokens(64, 8192), "8xH100:4"),
+    "Llama 32B, 64 H100": GridJob(lambda: llama(64, 5120, 27648, 40), _tokens(64, 8192), "8xH100:8"),
+    "Llama 70B, 64 H100": GridJob(lambda: llama(80, 8192, 28672, 64), _tokens(64, 8192), "8xH100:8"),
+    "Llama 70B, 128 H100": GridJob(lambda: llama(80, 8192, 28672, 64), _tokens(512, 4096), "8xH100:16"),
+    "GPT 18B, 64 A100": GridJob(_gpt(40, 6144, 48), _tokens(256, 2048), "8xA100-80:8"),
+}
+"""Where few devices hold a model: what is kept, made again and put together is most of the choice."""
