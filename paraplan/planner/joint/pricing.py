@@ -30,7 +30,7 @@ from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.pricing_order import Kind, Way, steps_of, usual_samples, way_of, ways_of
+from paraplan.planner.joint.pricing_order import Kind, Way, in_turn, steps_of, usual_samples, way_of, ways_of
 from paraplan.planner.joint.sharding_front import is_priced, priced_front
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -131,11 +131,11 @@ class Pricing:
             waiting.insert(0, waiting.pop(alone[0]))
         while waiting and not (self.prices and self._late and (self._has_fitting or self.deadline.is_over)):
             batch: list[tuple[Kind, Way]] = []
-            for kind, way in tuple(waiting):
+            for kind, way in in_turn(waiting, lambda kind, way: self._promised_s(needed[kind], way, kind[3])):
                 if any(other in (way, way.of) for _, other in batch):
                     continue
                 waiting.remove((kind, way))
-                if way.pays and not self._is_hopeless(kind, needed[kind], way, best_s):
+                if way.pays and self._promised_s(needed[kind], way, kind[3]) <= (1 + NEAR) * best_s:
                     batch.append((kind, way))
                 if len(batch) == (1 if self.deadline.is_over else BATCH):
                     break
@@ -218,15 +218,14 @@ class Pricing:
         except ConstraintError:
             return False
 
-    def _is_hopeless(self, kind: Kind, combinations: Sequence[Combination], way: Way, best_s: float) -> bool:
-        """Whether the combinations of a kind come nowhere near the best, were a sample even faster than in the last
-        one of its way, or as fast as in that of more."""
+    def _promised_s(self, combinations: Sequence[Combination], way: Way, samples: float) -> float:
+        """What the combinations of a kind come to, were a sample even faster than in the last one of its way, or as
+        fast as in that of more; 0.0 where none was priced."""
         if not way.priced:
-            return False
-        times = kind[3] / way.samples
+            return 0.0
+        times = samples / way.samples
         faster = 1 - (1 - way.gain) ** max(math.log2(times), 0.0)
-        least_s = self._least_s(combinations, [each.totals.of_more(times, faster) for each in way.priced])
-        return least_s > (1 + NEAR) * best_s
+        return self._least_s(combinations, [each.totals.of_more(times, faster) for each in way.priced])
 
     def _least_s(self, combinations: Sequence[Combination], totals: Sequence[Totals]) -> float:
         """What the best combination comes to under some shardings of its kind."""

@@ -7,8 +7,9 @@ products have rows enough on a rank (`ROWS`): of long sequences one sample, of s
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paraplan.cost_models.predict import most_rows
@@ -105,3 +106,20 @@ def _inner(kind: Kind) -> int:
 def steps_of(way: Way) -> list[tuple[Kind, Way] | None]:
     """A way's kinds, those of fewer samples after the first of more."""
     return [*((None,) if way.of is not None else ()), *((kind, way) for kind in way.kinds)]
+
+
+def in_turn(waiting: Iterable[tuple[Kind, Way]], promised_s: Callable[[Kind, Way], float]) -> list[tuple[Kind, Way]]:
+    """Kinds of ways that were begun, those of the way first whose next one promises most, and by turns with them those
+    of ways that were not, as they come.
+
+    Args:
+        waiting: kinds, of any way in its order.
+        promised_s: what a kind may come to, of a way that was begun.
+    """
+    begun: dict[Way, list[tuple[Kind, Way]]] = {}
+    new: list[tuple[Kind, Way]] = []
+    for kind, way in waiting:
+        (begun.setdefault(way, []) if way.priced else new).append((kind, way))
+    ways = sorted(begun.values(), key=lambda kinds: promised_s(*kinds[0]))
+    pairs = itertools.zip_longest(itertools.chain(*ways), new)
+    return [each for pair in pairs for each in pair if each is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from paraplan.planner.joint import sharding_front
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.pricing import GAP, NEAR, Pricing, pricing_beside
-from paraplan.planner.joint.pricing_order import steps_of, usual_samples, ways_of
+from paraplan.planner.joint.pricing_order import Way, in_turn, steps_of, usual_samples, ways_of
 from paraplan.planner.pipeline.cuts.stage_cuts import cut_chain
 from paraplan.planner.schedules.named import NAMED, named_orders
 from tests.captures import zoo_job
@@ -237,3 +238,14 @@ def test_layouts_whose_prices_fail_are_chosen_anew(monkeypatch: pytest.MonkeyPat
     pricing, four = _pricing(job), Combination(1, (1, 4), 1, "gpipe", 1)
     (prices, *_) = pricing.priced(four, [four])
     assert pricing.priced(four, [four], layouts=(prices.sharding.decisions,))[0] is prices and not pricing.faults
+
+
+def test_begun_ways_go_by_promise_and_by_turns_with_others() -> None:
+    begun, better, new = Way(), Way(), Way()
+    for way in (begun, better):
+        way.priced = (cast(Any, None),)
+    kinds = {name: ((), 1, False, float(number)) for number, name in enumerate("abcdef", 1)}
+    waiting = [(kinds["a"], begun), (kinds["b"], new), (kinds["c"], better), (kinds["d"], begun), (kinds["e"], new)]
+    promised = {kinds["a"]: 2.0, kinds["c"]: 1.0, kinds["d"]: 0.5}
+    found = in_turn(waiting, lambda kind, _: promised[kind])
+    assert [kind for kind, _ in found] == [kinds[name] for name in "cbaed"]

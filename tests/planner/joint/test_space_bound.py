@@ -48,6 +48,9 @@ def _bound(name: str, devices: int, pins: Constraints) -> tuple[list[Combination
         ("gpt2", 2, Constraints(microbatches=4)),
         ("llama", 4, Constraints(schedule="1f1b", microbatches=2)),
         ("mlp", 4, Constraints(tp=2, microbatches=2)),
+        ("mixtral", 2, Constraints(microbatches=2)),  # its last segment runs once, on the whole batch
+        ("clip", 2, Constraints(microbatches=4)),
+        ("clip", 2, Constraints(microbatches=4, memory_bytes=68_500)),
     ],
 )
 def test_no_plan_of_a_space_is_below_its_bound(name: str, devices: int, pins: Constraints) -> None:
@@ -55,7 +58,7 @@ def test_no_plan_of_a_space_is_below_its_bound(name: str, devices: int, pins: Co
     listed, bound_s = _bound(name, devices, pins)
     assert bound_s > 0.0
     steps, _ = _fastest(job, listed, pins)
-    assert len(steps) > 1 and bound_s <= min(steps)
+    assert len(steps) > (pins.memory_bytes is None) and bound_s <= min(steps)
     assert bound_s >= 0.2 * min(steps)  # of messages between processes, most of a step here, it knows nothing
 
 

@@ -157,13 +157,14 @@ class RelaxedPosition:
     @cached_property
     def recomputing(self) -> tuple[tuple[RematOption, ...], ...]:
         """Per kind, the hull of what an instance may save and make again of a microbatch, with every op and value as
-        small as can be; nothing of the kind that makes the loss, whose backward may run at once, nor of one whose hull
-        was cut short, below which there may be more."""
+        small as can be; nothing of the kind that makes the loss, whose backward may run at once, nor of those that run
+        once on the whole batch, nor of one whose hull was cut short, below which there may be more."""
         program, recompute = self.job.program, self.constraints.recompute
+        once = {program.segments[-1].kind, *(segment.kind for segment in program.segments[self.space.micro.tail :])}
         pinned = None if recompute in (None, "none") else preset_fates(program, str(recompute))
         found: list[tuple[RematOption, ...]] = []
         for index, kind in enumerate(program.kinds):
-            if index == program.segments[-1].kind:
+            if index in once:
                 found.append(())
                 continue
             instances = sum(segment.kind == index for segment in program.segments) * self.count

@@ -60,7 +60,6 @@ from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.sharding.solve import problem_of
 from paraplan.planner.sharding.space import Space
-from paraplan.rules.time_axis import program_micro
 
 NEAR = 0.05
 """Of a step, how near the bound is near enough."""
@@ -129,8 +128,6 @@ class SpaceBound:
             return 0.0
 
     def _bound_s(self, listed: Sequence[Combination], best_s: float, stop: float) -> float:
-        if program_micro(self.job.program, max(each.microbatches for each in listed)).has_tail:
-            return 0.0  # what runs once on the whole batch has no part in a microbatch
         alike = {self.way(each): each for each in sorted(listed, key=lambda each: each.pp)}
         fewest = max(round(self.job.program.batch_size / max(samples for _, samples in alike)), 1)
         undivided = self._undivided(max((m for m in {c.microbatches for c in listed} if m <= fewest), default=1))
