@@ -155,6 +155,14 @@ def test_a_mode_that_no_attention_takes_is_refused(mode: str, attends: bool) -> 
     search(job, Constraints(cp=2), certify=False)
 
 
+def test_features_are_no_sequence() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    program = capture(model, {"input": torch.randn(8, 16)}, loss_fn=lambda out, _: out.square().mean())
+    job = Job(program, ClusterSpec.local(2), OPTIMIZERS["sgd"], ModelRef(display="model"), {})
+    with pytest.raises(ConstraintError, match=r"cp=2: dim 1 of the batch \(input \[8, 16\]\) is no sequence.*leave cp"):
+        search(job, Constraints(cp=2), certify=False)
+
+
 def test_a_ring_over_a_sequence_that_does_not_divide_is_named() -> None:
     with pytest.raises(ConstraintError, match="a sequence of 16 does not divide over 3"):
         planned("llama", 0.0, 3, Constraints(cp=3, cp_mode="ring"))

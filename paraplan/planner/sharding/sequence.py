@@ -14,11 +14,13 @@ them next to sharded values is pinned again. Attention mixes positions too, in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import Partial, Placement, R, S, Shard, is_shardable, pads_little
 from paraplan.ir.model.graph import Graph, Op, Phase, target_parts
 from paraplan.ir.model.program import Program
-from paraplan.ir.option_words import OptionValue
+from paraplan.ir.option_words import OptionName, OptionValue
 from paraplan.planner.options.values import CP_MODES
 from paraplan.rules.strategies import RING, STRIPES, AxisChoice, axis_choices, dims_of, fits_dim, ring_choices
 
@@ -83,6 +85,9 @@ def sequence_keys(program: Program, size: int, mode: str | None) -> tuple[tuple[
         values |= {outer: placements[local] for local, outer in zip(kind.outputs, segment.outputs, strict=True)}
     if mode is not None and not walk.taken:
         raise ConstraintError(_not_taken(program, mode))
+    if walk.summed and not walk.kept:
+        names = [f"{name} {list(entry.spec.shape)}" for name, entry in program.batch.items()]
+        raise ConstraintError(_NO_SEQUENCE, OptionValue("cp", size), ", ".join(names), walk.summed, OptionName("cp"))
     return tuple(found.get(index, ()) for index in range(len(program.kinds)))
 
 
@@ -103,11 +108,22 @@ def _not_taken(program: Program, mode: str) -> str:
     )
 
 
+_NO_SEQUENCE = (
+    "{}: dim 1 of the batch ({}) is no sequence, as {} sums over it, and nothing else keeps it sharded; leave {} out"
+)
+
+
 class _Walk:
-    """Follows the sequence through graphs; `taken` counts attention ops that take one of the modes."""
+    """Follows the sequence through graphs.
+
+    Attributes:
+        taken: attention ops that take one of the modes.
+        kept: other ops of forwards with a sum, which the sequence goes through.
+        summed: the first one that sums over it; "" where none does.
+    """
 
     def __init__(self, size: int, modes: tuple[str, ...]) -> None:
-        self.size, self.modes, self.taken = size, modes, 0
+        self.size, self.modes, self.taken, self.kept, self.summed = size, modes, 0, 0, ""
 
     def graph(
         self, graph: Graph, given: dict[str, Placement], tangents: dict[str, str]
@@ -148,7 +164,16 @@ class _Walk:
         if not fitting:
             return None, whole
         best = min(fitting, key=lambda choice: sum(h != need for h, need in zip(have, choice.inputs, strict=True)))
+        if op.phase is Phase.FORWARD:
+            self._count(graph, op, best, axis_choices(dims))
         return frozenset({best.key}), _placed(best)
+
+    def _count(self, graph: Graph, op: Op, taken: AxisChoice, choices: Sequence[AxisChoice]) -> None:
+        """An op that may sum over a sharded dim: whether it does over the sequence."""
+        if any(isinstance(place, Partial) for place in taken.outputs):
+            self.summed = self.summed or graph.source_of(op)
+        elif any(isinstance(place, Partial) for choice in choices for place in choice.outputs):
+            self.kept += 1
 
     def _fits(self, graph: Graph, op: Op, choice: AxisChoice, have: tuple[Placement, ...]) -> bool:
         """Whether an op may do this without communication, slicing whole inputs where it has to."""
