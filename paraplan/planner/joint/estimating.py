@@ -61,6 +61,9 @@ def estimate_best(
         near = (each for each in known if math.isfinite(each[0]) and each[0] <= (1 + ALIKE) * least_s)
         quick += [(each_s, number, combination, prices) for each_s, prices in near]
     found = _in_turn(pricing, quick, faults, share)
+    if all(each.combination.pp > 1 for each in found):  # what one stage comes to says whether it is solved
+        alone = min((each for each in quick if each[2].pp == 1), key=lambda each: each[:2], default=None)
+        found += [] if alone is None else _batch(pricing, [alone[2:]], faults, share)
     found += _own(pricing, found, best_s, faults, share)
     ranked: dict[Combination, Estimate] = {}
     for estimate in sorted(found, key=lambda each: each.rank):

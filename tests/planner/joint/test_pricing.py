@@ -21,8 +21,8 @@ from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint import estimating, sharding_front
 from paraplan.planner.joint import pricing as pricing_module
-from paraplan.planner.joint import sharding_front
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.pricing import GAP, NEAR, Pricing, pricing_beside
@@ -249,3 +249,11 @@ def test_begun_ways_go_by_promise_and_by_turns_with_others() -> None:
     promised = {kinds["a"]: 2.0, kinds["c"]: 1.0, kinds["d"]: 0.5}
     found = in_turn(waiting, lambda kind, _: promised[kind])
     assert [kind for kind, _ in found] == [kinds[name] for name in "cbaed"]
+
+
+def test_one_stage_is_estimated_whatever_pipelines_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its estimate says whether it is solved, which finds what estimates know nothing of."""
+    monkeypatch.setattr(estimating, "ESTIMATED", 0)
+    job = zoo_job("gpt2", 2)
+    found = estimate_best(_pricing(job), combinations(job, FREE), math.inf, [])
+    assert [each.combination.pp for each in found] == [1]
