@@ -33,6 +33,8 @@ EVER = Until()
 """Time without end."""
 
 
+FIRST = 0.7
+"""Of the time: for a first search, where others for fewer bytes may follow."""
 LATE = 1.5
 """Times the limit, after which no other plan is tried though none fits yet."""
 QUICKENED = 1.15
@@ -94,6 +96,10 @@ class Deadline:
     def __init__(self, limit_s: float, asked_s: float | None = None) -> None:
         self.limit_s, self._started = limit_s, time.perf_counter()
         self.asked_s = limit_s if asked_s is None else asked_s
+
+    def prolong(self, times: float) -> None:
+        """Have what was kept for others as well, which are not needed."""
+        self.limit_s *= times
 
     @property
     def passed_s(self) -> float:

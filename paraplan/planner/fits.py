@@ -42,7 +42,7 @@ from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.certificate import certified, certified_as
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import FIRST, Deadline
 from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
@@ -60,8 +60,6 @@ from paraplan.planner.search import find, find_mixed, prepared
 
 ROUNDS = 10
 """Searches for fewer bytes, on one mesh and then on all."""
-FIRST = 0.7
-"""Of the time: for the first search, where others may follow."""
 ENOUGH = 0.02
 """How much slower than the first a plan may be for no other microbatches to be searched."""
 LATE = 2

@@ -25,7 +25,7 @@ from paraplan.planner.alternatives.tried import in_vain, kept, planned, slower
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import FIRST, Deadline
 from paraplan.planner.interrupts import found_until
 from paraplan.planner.joint.bounding.proving import Bounding, bound_of
 from paraplan.planner.joint.combinations import Combination
@@ -75,7 +75,8 @@ class JointSearch:
         shardings: of stages' devices.
         progress: told what is being tried.
         deadline: of all of it.
-        reserves: whether allocators have to have room for its pipelines.
+        reserves: whether allocators have to have room for its pipelines; searches for fewer bytes, for which time was
+            kept, follow where they have none.
         workers: that price beside this process; None for none.
         is_interrupted: whether an interrupt ended it.
     """
@@ -139,6 +140,8 @@ class JointSearch:
                     break
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
+            if self.drafts and self.reserves:  # allocators have room for it, so that no search for fewer bytes follows
+                self.deadline.prolong(1 / FIRST)
             alone_s = min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
             alone.solve(self.roomless, self._hoped_of, alone_s, certify)
             alone.plan_by_hand()

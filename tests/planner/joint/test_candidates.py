@@ -13,7 +13,7 @@ from paraplan.ir.errors import InvalidPlanError, MixedSamples, ParaplanError
 from paraplan.ir.model.program import Program
 from paraplan.planner.certificate import certified_alike
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.joint import drafting, sharding_front
+from paraplan.planner.joint import drafting, search_joint, sharding_front
 from paraplan.planner.joint.bounding.space_bound import SpaceBound
 from paraplan.planner.search import find, search
 from paraplan.rules.time_axis import program_micro
@@ -76,6 +76,7 @@ def test_prices_and_a_bound_that_fail_leave_what_was_planned(
     def failing(*_: object) -> object:
         raise fault
 
+    monkeypatch.setattr(search_joint, "num_cores", lambda: 1)  # where nothing fails beside
     monkeypatch.setattr(sharding_front, "front", failing)
     monkeypatch.setattr(SpaceBound, "_undivided", failing)
     plan = search(zoo_job("gpt2", 2), Constraints(microbatches=2)).plan

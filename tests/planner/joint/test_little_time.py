@@ -10,14 +10,16 @@ import pytest
 
 from paraplan.ir.process.memo import release_caches
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import FIRST, Deadline
 from paraplan.planner.joint.combinations import combinations
 from paraplan.planner.joint.drafting import PlanningEffort
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.pricing import BATCH, PRICED_SHARE, Pricing
 from paraplan.planner.joint.search_joint import LATE, POOR, JointSearch
+from paraplan.planner.one_stage.one_stage_plans import OneStagePlans
 from paraplan.planner.pipeline.stage_sharding import Shardings
+from paraplan.planner.search import find
 from tests.captures import zoo_job
 
 FREE = Constraints(recompute="none", reserve_bytes=0)
@@ -81,3 +83,14 @@ def test_a_plan_much_slower_than_others_promise_is_not_what_time_is_kept_for(
 
 def _draft(step_s: float) -> Any:
     return SimpleNamespace(step_s=step_s, plan=None)
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+def test_once_allocators_have_room_the_time_of_searches_for_fewer_bytes_is_free(
+    monkeypatch: pytest.MonkeyPatch, reserves: bool
+) -> None:
+    job, limits = zoo_job("gpt2", 2), list[float]()
+    pins = Constraints(microbatches=2)
+    monkeypatch.setattr(OneStagePlans, "solve", lambda plans, *_: limits.append(plans.deadline.limit_s))
+    find(job, pins, 20.0, certify=False, reserves=reserves)
+    assert limits == [pytest.approx(20.0 / FIRST if reserves else 20.0)]
