@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -37,6 +38,7 @@ from paraplan.lowering import lower
 from paraplan.lowering.steps.delayed_update import in_phase
 from paraplan.runtime.optimizers.scaling import Scaler
 from paraplan.runtime.state.params import pad
+from paraplan.runtime.state.training_state import checkpoint_metadata
 from paraplan.runtime.state.weights import fill, parameters_on_meta, values_of
 from paraplan.runtime.trainer import Trainer
 from paraplan.runtime.transport.process_groups import check_timeout
@@ -100,6 +102,7 @@ def check_options(options: RunOptions) -> None:
 
     Raises:
         ConstraintError: names the option.
+        PlanMismatchError: there is no checkpoint to resume from.
     """
     if not 0 <= options.lr < math.inf:
         raise ConstraintError(f"--lr {options.lr}: a number of at least 0")
@@ -107,10 +110,10 @@ def check_options(options: RunOptions) -> None:
         raise ConstraintError(f"--clip {options.clip}: a number above 0; leave it out for no clipping")
     if options.timeout is not None:
         check_timeout(options.timeout, "--timeout ")
-    if options.save is not None and not _could_be_folder(Path(options.save)):
-        raise ConstraintError(
-            f"--save {options.save}: there is a file in its place; give a folder to be made or written"
-        )
+    if options.save is not None:
+        _check_folder(Path(options.save))
+    if options.resume is not None:
+        checkpoint_metadata(options.resume)
     if options.check and options.resume is not None:
         raise ConstraintError(
             "--check compares with a single device from its first step on, which has no states to --resume from; give "
@@ -118,9 +121,17 @@ def check_options(options: RunOptions) -> None:
         )
 
 
-def _could_be_folder(path: Path) -> bool:
+def _check_folder(path: Path) -> None:
+    """Refuse, before the training for it is done, a checkpoint's folder that cannot be made or written."""
     there = next((each for each in (path, *path.absolute().parents) if each.exists()), path)
-    return there.is_dir()
+    said = "" if there.is_dir() else ": there is a file in its place"
+    try:
+        if not said:
+            tempfile.TemporaryFile(dir=there).close()
+    except OSError as fault:
+        said = f": nothing can be written in {there} ({fault.strerror})"
+    if said:
+        raise ConstraintError(f"--save {path}{said}; give a folder to be made or written")
 
 
 def check_local(plan: Plan) -> None:

@@ -201,6 +201,8 @@ def test_a_peak_above_the_predicted_one_fails_the_check(plan_file: Path, command
         (("--clip", "nan"), "--clip nan"),
         (("--save", "plan.json"), "--save plan.json: there is a file"),
         (("--save", "plan.json/c"), "--save plan.json/c: there is a file"),
+        (("--save", "/proc/c"), "--save /proc/c: nothing can be written in /proc"),
+        (("--resume", "none"), "none has no checkpoint that can be read"),
     ],
 )
 def test_impossible_options_are_refused_before_training(

@@ -3,7 +3,8 @@
 What stages cost is read off simulated pipelines of the same stages: F and B from the best one, I and W from one that
 splits backwards, messages from their links, activations from what is alive before and after an action.
 `schedules.search` orders them; of what it finds, and of the named pipelines, the fastest that fits as simulated is
-taken. So the answer is never slower than a named schedule that these stages take. Where the simulation holds more than
+taken. So the answer is never slower than a named schedule that these stages take, and is one of them where what is
+searched is no order for the model (one that reads the whole batch at its end). Where the simulation holds more than
 the costs say, it is searched again with less memory, `ROUNDS` times at most.
 """
 
@@ -16,6 +17,7 @@ import msgspec
 
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.rank_trace import RankTrace
+from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.execution.rendezvous import MESSAGES
 from paraplan.ir.execution.schedule import ActionKind, parse_action
@@ -23,6 +25,7 @@ from paraplan.ir.execution.streams import StreamKind
 from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
 from paraplan.lowering import lower
+from paraplan.planner.pipeline.open_choices import check_turns
 from paraplan.planner.pipeline.pipeline import rescheduled
 from paraplan.planner.recompute.stage_memory import in_flight
 from paraplan.planner.schedules.complete import complete
@@ -60,6 +63,10 @@ def searched(named: Sequence[Plan], price: Callable[[Plan], Plan], budget: int) 
         )
         found = search(problem)
         schedule = complete(SEARCHED, found.orders, costs, found.num_replicas)
+        try:
+            check_turns(best.program, best.num_microbatches, SEARCHED, schedule, len(best.stages))
+        except ConstraintError as fault:
+            return _kept(best, f" ({fault})")
         plan = price(rescheduled(best, schedule, holders_of(found.orders)))
         assert plan.prediction is not None and best.prediction is not None
         over = max(plan.prediction.peak_bytes) - budget
@@ -79,8 +86,8 @@ def _told(plan: Plan, found: Searched, best: Plan) -> Plan:
     return msgspec.structs.replace(plan, notes=(*plan.notes, note))
 
 
-def _kept(best: Plan) -> Plan:
-    note = f"no schedule was found that is shorter, as simulated, than {best.schedule.name}, the best named one"
+def _kept(best: Plan, why: str = "") -> Plan:
+    note = f"no schedule was found that is shorter, as simulated, than {best.schedule.name}, the best named one{why}"
     return msgspec.structs.replace(best, notes=(*best.notes, note))
 
 

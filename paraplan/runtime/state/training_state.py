@@ -155,7 +155,7 @@ class TrainingStates(Checkpointing):
             raise RuntimeFailure(
                 f"the checkpoint cannot be written to {folder} ({_reason(fault)}); give a folder that can be made or "
                 "written"
-            ) from fault
+            ) from None
 
     def resume(
         self, folder: str | Path, optimizer: Optimizers = None, scheduler: Any = None, scaler: Any = None
@@ -168,7 +168,7 @@ class TrainingStates(Checkpointing):
         Raises:
             PlanMismatchError: there is no such checkpoint, or as `load_training_state`.
         """
-        metadata = _metadata(folder)
+        metadata = checkpoint_metadata(folder)
         about: dict[str, Any] = {ABOUT: b""}
         _load(about, folder)
         self._numbers(about, optimizer, scheduler, scaler)
@@ -342,7 +342,12 @@ def _load(state: dict[str, Any], folder: str | Path) -> None:
         ) from fault
 
 
-def _metadata(folder: str | Path) -> Metadata:
+def checkpoint_metadata(folder: str | Path) -> Metadata:
+    """What a checkpoint says it has.
+
+    Raises:
+        PlanMismatchError: there is none, or none that `save` wrote.
+    """
     try:
         metadata = dcp.FileSystemReader(folder).read_metadata()
     except (*_UNREADABLE, AttributeError, ImportError, LookupError, TypeError) as fault:

@@ -35,13 +35,16 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from paraplan.ir.errors import RuntimeFailure
+from paraplan.ir import errors
+from paraplan.ir.errors import ParaplanError, RuntimeFailure
 from paraplan.ir.process.cores import num_cores
 from paraplan.runtime.executing.torch_private import default_store
 from paraplan.runtime.transport.current_device import choose_gpu, local_gpu
 from paraplan.runtime.transport.folders import sweep
 from paraplan.runtime.transport.process_groups import TIMEOUT_S, check_timeout, limit_job
 
+OWN = {name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, ParaplanError)}
+"""Names of the package's own errors."""
 FAULTS = "PARAPLAN_FAULTS"
 """Environment variable: the folder where ranks leave the traceback of a signal that kills them."""
 
@@ -268,7 +271,8 @@ def spawn_local(num_ranks: int, module: str, args: Sequence[str] = (), env: Mapp
 
 
 def _reasons(folder: Path) -> str:
-    """Why ranks died: tracebacks of signals, else of the first exception, and a line of those it may have caused."""
+    """Why ranks died: tracebacks of signals, else of the first exception, but for the package's own, which say it by
+    themselves, and a line of those it may have caused."""
     found = [(file.name, file.read_text(errors="replace")) for file in sorted(folder.glob("rank *"))]
     told = [f"{name}: {fault}\n" for name, fault in found if fault]
     left = sorted(folder.glob("logs/*/attempt_0/*/error.json"), key=lambda file: file.stat().st_mtime_ns)
@@ -277,8 +281,10 @@ def _reasons(folder: Path) -> str:
             reason = json.loads(file.read_text())["message"]
         except json.JSONDecodeError:  # the rank was ended while it wrote
             continue
-        first = not told
-        told.append(f"rank {file.parent.name}: {reason['extraInfo']['py_callstack'] if first else reason['message']}\n")
+        is_said = bool(told) or reason["message"].partition(":")[0] in OWN  # where it was raised says no more
+        told.append(
+            f"rank {file.parent.name}: {reason['message'] if is_said else reason['extraInfo']['py_callstack']}\n"
+        )
     return "".join(told)
 
 

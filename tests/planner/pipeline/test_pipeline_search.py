@@ -360,3 +360,10 @@ def test_pipelines_are_planned_once_more_where_large_parameters_are_gathered_ahe
     search(zoo_job("gpt2", 4), pins)
     release_caches()
     assert all(seen) == bool(small)
+
+
+@pytest.mark.parametrize("name", ["clip", "mixtral"])
+def test_a_model_that_reads_the_whole_batch_keeps_its_named_schedule(name: str) -> None:
+    """No searched order has all forwards of the last stage first."""
+    plan = search(zoo_job(name, 2), Constraints(pp=2, schedule="searched", microbatches=2), 60.0, certify=False).plan
+    assert plan.schedule.name == "gpipe" and any("reads the whole batch" in note for note in plan.notes)

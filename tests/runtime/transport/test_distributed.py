@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from paraplan.ir.errors import RuntimeFailure
+from paraplan.runtime.transport import launch
 from paraplan.runtime.transport.launch import init_distributed, spawn_local
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -38,3 +40,13 @@ def test_torchrun_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)  # a test before this one may have joined a job
     with pytest.raises(RuntimeFailure, match="start this with torchrun"):
         init_distributed()
+
+
+@pytest.mark.parametrize(("said", "shown"), [("RuntimeFailure: no room", "no room"), ("KeyError: 'x'", "where it was")])
+def test_an_error_of_the_package_s_own_has_no_traceback(tmp_path: Path, said: str, shown: str) -> None:
+    for rank in "01":
+        (tmp_path / "logs" / "run" / "attempt_0" / rank).mkdir(parents=True)
+        reason = {"message": said, "extraInfo": {"py_callstack": "where it was"}}
+        (tmp_path / "logs" / "run" / "attempt_0" / rank / "error.json").write_text(json.dumps({"message": reason}))
+    first, second = launch._reasons(tmp_path).splitlines()
+    assert shown in first and ("where" in first) == ("KeyError" in said) and said in second
