@@ -5,12 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 import paraplan
 from examples.models.mlp import factory
 from paraplan.baselines.planners import NAMES, PLANNERS, compare_planners, plan_by
-from paraplan.baselines.planners.task import Task
+from paraplan.baselines.planners.task import SAMPLES, Task
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import ConstraintError, SolverLimitError
+from paraplan.ir.optimizer import OPTIMIZERS
+from paraplan.ir.plan import ModelRef
+from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from tests.captures import zoo_job
@@ -77,3 +83,12 @@ def test_their_plans_train_as_one_device_does(name: str) -> None:
     model, batch = factory(batch=8)
     plan = paraplan.compile(model, "local:2", example_inputs=batch, precision="fp64", strategy=name)
     assert "largest error" in plan.check(model, [batch])
+
+
+@pytest.mark.parametrize(("tokens", "unit"), [(4096, 1), (128, 1), (1, 128)])
+def test_microbatches_of_samples_of_few_rows_are_larger(tokens: int, unit: int) -> None:
+    model = nn.Linear(16, 16)
+    batch = {"input": torch.zeros(8192, tokens, 16, device="meta")}
+    program = capture(model.to("meta"), batch, loss_fn=lambda out, _: out.square().mean())
+    task = Task(Job(program, parse_cluster("2xH100"), OPTIMIZERS["sgd"], ModelRef(display="linear"), {}))
+    assert task.samples == tuple(unit * each for each in SAMPLES)

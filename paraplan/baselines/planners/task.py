@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,6 +11,12 @@ from paraplan.baselines.planners.layer_profile import GroupLinks, Profiles
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint.pricing_order import usual_samples
+
+SAMPLES = (1, 2, 4, 8, 16, 32)
+"""Of a microbatch on a rank, where one sample has many rows."""
+FEW = 16
+"""Samples of which a rank has rows enough, up to which that is so."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,14 @@ class Task:
         """What the job's layers take."""
         job = replace(self.job, compiled=self.constraints.compiled, reduce_dtype=self.constraints.reduce_dtype)
         return Profiles(job, self.constraints, self.budget, self.deadline, self.progress)
+
+    @cached_property
+    def samples(self) -> tuple[int, ...]:
+        """Of a microbatch on a rank, what is tried: of samples of few rows, in a large batch, as many times more."""
+        program = self.job.program
+        most = min(usual_samples(program) / FEW, program.batch_size / SAMPLES[-1])
+        unit = 2 ** int(math.log2(max(most, 1.0)))
+        return tuple(unit * each for each in SAMPLES)
 
     @cached_property
     def links(self) -> GroupLinks:

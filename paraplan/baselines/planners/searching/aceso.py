@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paraplan.baselines.planners.layer_profile import LayerProfile
-from paraplan.baselines.planners.searching.degrees import SAMPLES, counts, grids, pinned, replaced
+from paraplan.baselines.planners.searching.degrees import counts, grids, pinned, replaced
 from paraplan.baselines.planners.task import Answer, Task
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_chain
 
@@ -146,15 +146,15 @@ class Search:
         if stages[held][2] > self.task.budget:
             yield from self._recomputing(config, held, True)
             yield from _giving(config, held)
-            yield from _microbatches(config, -1)
+            yield from _microbatches(config, self.task.samples, -1)
             yield from _tensor(config, True)
         elif stages[slow][1] > stages[slow][0] * (self.count(config) or 1):
-            yield from (*_tensor(config, False), *_tensor(config, True), *_microbatches(config, 1))
+            yield from (*_tensor(config, False), *_tensor(config, True), *_microbatches(config, self.task.samples, 1))
             yield from _giving(config, slow)
         else:
             yield from _giving(config, slow)
             yield from self._recomputing(config, slow, False)
-            yield from _microbatches(config, 1)
+            yield from _microbatches(config, self.task.samples, 1)
             yield from (*_tensor(config, False), *_tensor(config, True))
 
     def _recomputing(self, config: Config, stage: int, more: bool) -> Iterator[Config]:
@@ -180,10 +180,10 @@ def _giving(config: Config, stage: int) -> Iterator[Config]:
             yield replace(config, bounds=tuple(itertools.pairwise((0, *moved))))
 
 
-def _microbatches(config: Config, by: int) -> Iterator[Config]:
-    at = SAMPLES.index(config.samples) + by
-    if 0 <= at < len(SAMPLES):
-        yield replace(config, samples=SAMPLES[at])
+def _microbatches(config: Config, of: Sequence[int], by: int) -> Iterator[Config]:
+    at = of.index(config.samples) + by
+    if 0 <= at < len(of):
+        yield replace(config, samples=of[at])
 
 
 def _tensor(config: Config, more: bool) -> Iterator[Config]:

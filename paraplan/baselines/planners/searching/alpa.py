@@ -142,7 +142,7 @@ def _priced(task: Task) -> Iterator[tuple[tuple[int, ...], int, LayerProfile]]:
     program, seen = task.job.program, set[tuple[tuple[int, ...], int]]()
     for per_device in PER_DEVICE:
         for size, shape in submeshes(task):
-            count, left = divmod(program.batch_size, max(round(size * per_device), 1))
+            count, left = divmod(program.batch_size, max(round(size * per_device * task.samples[0]), 1))
             if left or not count or (shape, count) in seen or not splittable(program, count):
                 continue
             seen.add((shape, count))

@@ -11,9 +11,6 @@ from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, cut_chain
 from paraplan.planner.pipeline.open_choices import usual_schedule
 from paraplan.rules.time_axis import splittable
 
-SAMPLES = (1, 2, 4, 8, 16, 32)
-"""Of a microbatch on a rank."""
-
 
 def divisors(n: int) -> list[int]:
     """Of n, ascending."""
@@ -26,7 +23,7 @@ def counts(task: Task, dp: int) -> list[tuple[int, int]]:
     rows, left = divmod(program.batch_size, dp)
     if left:
         return []
-    found = [(samples, rows // samples) for samples in SAMPLES if rows % samples == 0]
+    found = [(samples, rows // samples) for samples in task.samples if rows % samples == 0]
     return [(samples, count) for samples, count in found if splittable(program, count)]
 
 

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 
 from paraplan.baselines.planners.layer_profile import LayerProfile
-from paraplan.baselines.planners.searching.degrees import SAMPLES, counts, cut_by_layers, divisors, pinned, replaced
+from paraplan.baselines.planners.searching.degrees import counts, cut_by_layers, divisors, pinned, replaced
 from paraplan.baselines.planners.task import Task
 from paraplan.ir.errors import ConstraintError
 from paraplan.planner.constraints import Constraints
@@ -124,7 +124,7 @@ def varuna(task: Task) -> Iterator[Constraints]:
 def varuna_samples(task: Task) -> int:
     """The smallest microbatch at which a sample is nearly as fast as in any larger one."""
     each_s = {}
-    for samples in SAMPLES:
+    for samples in task.samples:
         profile = task.profiles.of(1, samples) if any(s == samples for s, _ in counts(task, 1)) else None
         if profile is not None:
             each_s[samples] = sum(profile.seconds) / samples
