@@ -57,6 +57,8 @@ SHARED = 2.0
 """How much longer a draft may take where others are made beside it."""
 POOR = 1.5
 """How much longer than what is estimated a plan may take for there to be no time for anything else."""
+PROMISING = 0.01
+"""How much shorter than the best plan another has to promise to be for time kept for other searches to go into it."""
 LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many microbatches."""
 LISTED, MOST_WORKERS = 300, 8
@@ -96,6 +98,7 @@ class JointSearch:
     faults: list[ParaplanError] = field(default_factory=list)
     _promise: Promise = field(default_factory=Promise)
     _bound: Bounding | None = None
+    _is_prolonged: bool = False
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
 
     @cached_property
@@ -140,8 +143,7 @@ class JointSearch:
                     break
             self._bound = self._bounding(listed) if certify and self.drafts else None
             self._make_fastest()
-            if self.drafts and self.reserves:  # allocators have room for it, so that no search for fewer bytes follows
-                self.deadline.prolong(1 / FIRST)
+            self._prolong()
             alone_s = min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
             alone.solve(self.roomless, self._hoped_of, alone_s, certify)
             alone.plan_by_hand()
@@ -172,6 +174,15 @@ class JointSearch:
         if not self.drafts:
             raise fault
         self.is_interrupted = True
+
+    def _prolong(self) -> bool:
+        """Take the time that was kept for searches for fewer bytes, which do not follow where allocators have room for
+        a plan; whether there is more of it now."""
+        if self._is_prolonged or not (self.drafts and self.reserves):
+            return False
+        self.deadline.prolong(1 / FIRST)
+        self._is_prolonged = True
+        return True
 
     def _make_fastest(self) -> None:
         """Make drafts whole until the fastest of all is."""
@@ -239,6 +250,8 @@ class JointSearch:
             enough = MOST if hopes and self.deadline.passed_s < GRACE * self.deadline.limit_s else 1
             is_poor = self.best_s > POOR * min(map(self._hoped_s, waiting))
             if not in_time and ((self.drafts and not is_poor) or in_vain >= enough):
+                if min(map(self._hoped_s, waiting)) <= (1 - PROMISING) * self.best_s and self._prolong():
+                    continue
                 return True
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):

@@ -81,6 +81,28 @@ def test_a_plan_much_slower_than_others_promise_is_not_what_time_is_kept_for(
     assert len(planned) == (times > POOR)
 
 
+@pytest.mark.parametrize(("reserves", "times"), [(True, 1.1), (True, 1.0), (False, 1.1)])
+def test_time_kept_for_other_searches_goes_into_a_pipeline_that_promises_more(
+    monkeypatch: pytest.MonkeyPatch, reserves: bool, times: float
+) -> None:
+    job, planned = zoo_job("gpt2", 4), list[Estimate]()
+    search = JointSearch(job, FREE, Shardings(lambda *_: pytest.fail("none")), lambda _: None, Stopped(0.9), reserves)
+    pricing = Pricing(job, FREE, search.budget, lambda _: None, Deadline(60.0))
+    estimates = [each for each in estimate_best(pricing, combinations(job, FREE), math.inf, []) if each.step_s > 0]
+    search.__dict__["pricing"] = pricing
+    search.drafts.append(_draft(times * min(each.step_s for each in estimates)))
+    late_s = 0.1 * 60.0 * (1 + 1 / FIRST) / 2  # between what is left before and after
+    monkeypatch.setattr(PlanningEffort, "seconds", lambda *_: late_s)
+
+    def plan(estimate: Estimate, _: object = None) -> None:
+        planned.append(estimate)
+        search.drafts.append(_draft(estimate.step_s))
+
+    monkeypatch.setattr(search, "_plan", plan)
+    assert search._plan_promising(estimates)
+    assert len(planned) == (reserves and times > 1.0) and LATE in search.words
+
+
 def _draft(step_s: float) -> Any:
     return SimpleNamespace(step_s=step_s, plan=None)
 
