@@ -20,8 +20,8 @@ USUAL_SHARE = 0.25
 """Of the time limit, for plain data parallelism to be planned before all else."""
 MESHES = 6
 """Of one stage, up to which each is solved."""
-HAND_SHARE = 0.85
-"""Of the time limit, after which nothing more is laid out by hand."""
+LATE_SHARE = 0.85
+"""Of the time limit, after which nothing more is laid out by hand, nor solved on the best mesh."""
 NEARLY = 1.02
 """How much slower than the best a plan of one stage may be, or be thought to be, for its mesh to be solved."""
 CHUNKED = 1.05
@@ -121,7 +121,7 @@ class OneStagePlans:
         if binds and min(nearest_s, alone_s) <= CHUNKED * best.step_s:
             self._fits(self.make, None, dp=n, zero=3)
         best_s = min(map(step_s, self.drafts))
-        if nearest is None or nearest_s > NEARLY * best_s or self.deadline.is_over:
+        if nearest is None or nearest_s > NEARLY * best_s or self._is_late:
             return
         mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
         pinned = msgspec.structs.replace(self.constraints, microbatches=count)
@@ -152,10 +152,14 @@ class OneStagePlans:
             if n % tp == 0 and self.job.program.batch_size % (n // tp) == 0
         ]
         for recompute, degrees in ways:
-            if self.deadline.passed_s > HAND_SHARE * self.deadline.limit_s:
+            if self._is_late:
                 return
             if _key(recompute, degrees) not in self._tried:
                 self._fits(partial(self.make, again=False), recompute, **degrees)
+
+    @property
+    def _is_late(self) -> bool:
+        return self.deadline.passed_s > LATE_SHARE * self.deadline.limit_s
 
     def _fits(self, make: OneStage, recompute: str | None, **degrees: int) -> bool:
         """Whether there is a plan of these degrees."""
