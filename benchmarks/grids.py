@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from statistics import median
 
 from benchmarks.grid_jobs import JOBS
 from benchmarks.grid_points import Grid, Planned, Point
-from benchmarks.table import Row, main
+from benchmarks.table import Row, in_fresh_process, main
 from paraplan.baselines.planners import plan_by
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.plan import Plan
@@ -138,15 +137,6 @@ def _cpu_s(who: int) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def in_fresh_process(name: str, part: str) -> Row:
-    """`measure` where nothing was cached or held before; what it crashes with is the row's failure."""
-    command = [sys.executable, "-m", "benchmarks.grids", "--job", name, part]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        return {"what": f"exit {done.returncode}", "failures": [f"exit {done.returncode}"]}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def summary(rows: Sequence[Row]) -> Row:
     """How much longer than ours the fastest other plan of every job takes."""
     steps = {row["case"]: row.get("step_s") for row in rows}
@@ -165,5 +155,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--job"]:
         print(json.dumps(measure(sys.argv[2], sys.argv[3])))
         raise SystemExit(0)
-    cases = {f"{name}: {part}": partial(in_fresh_process, name, part) for name in JOBS for part in PARTS}
+    cases = {f"{name}: {part}": partial(in_fresh_process, "grids", name, part) for name in JOBS for part in PARTS}
     raise SystemExit(main("grids", cases, COLUMNS, summary=summary))

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.grid_jobs import BINDING_JOBS, JOBS
-from benchmarks.table import Row, main
+from benchmarks.table import Row, in_fresh_process, main
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.plan_words import plan_words
 from paraplan.planner.constraints import Constraints
@@ -60,21 +59,12 @@ def measure(name: str, restriction: str) -> Row:
     return {"step_s": step_s, "what": plan_words(plan), "gap": gap, "s": s}
 
 
-def in_fresh_process(name: str, restriction: str) -> Row:
-    """`measure` where nothing was cached before; what it crashes with is the row's failure."""
-    command = [sys.executable, "-m", "benchmarks.restrictions", "--job", name, restriction]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        return {"what": f"exit {done.returncode}", "failures": [f"exit {done.returncode}"]}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def held(name: str) -> list[Row]:
     """The free search of a job, then each restriction beside it."""
     rows: list[Row] = []
     for restriction in RESTRICTIONS:
-        row = {"case": f"{name}: {restriction}", **in_fresh_process(name, restriction)}
-        free_s, step_s = (rows[0] if rows else row).get("step_s"), row.get("step_s")
+        row = {"case": f"{name}: {restriction}", **in_fresh_process("restrictions", name, restriction)}
+        free_s, step_s = rows[0].get("step_s") if rows else None, row.get("step_s")
         if free_s is not None and step_s is not None:
             row["more"] = step_s / free_s - 1
             if row["more"] < -MARGIN:

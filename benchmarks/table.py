@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -165,3 +166,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def in_fresh_process(module: str, *args: str) -> Row:
+    """A row that `python -m benchmarks.<module> --job ARGS` prints as JSON, where nothing was cached or held before;
+    what it crashes with is the row's failure.
+
+    Args:
+        module: the benchmark's.
+        args: what it is to measure.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--job", *args]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return {"what": f"exit {done.returncode}", "failures": [f"exit {done.returncode}"]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
