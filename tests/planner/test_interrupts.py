@@ -15,7 +15,7 @@ from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.fits import search_room
 from paraplan.planner.interrupts import NOTE
-from paraplan.planner.joint.bounding.proving import Bounding
+from paraplan.planner.joint.bounding.proving import SpaceProof
 from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.one_stage import solved_meshes
 from paraplan.planner.one_stage.one_stage_plans import OneStagePlans
@@ -89,7 +89,7 @@ def interrupt(*_: object, **__: object) -> Any:
 
 def test_an_interrupt_as_a_bound_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is there: it is given without the bound."""
-    monkeypatch.setattr(JointSearch, "_bounding", lambda self, listed: Bounding(self.drafts[0].cut, interrupt))
+    monkeypatch.setattr(SpaceProof, "answer", interrupt)
     best = search_room(four(), FREE)
     assert best.is_interrupted and NOTE in best.plan.notes
 

@@ -86,14 +86,21 @@ class Workers:
             raise
         return [function(own, *task) if made is _UNKNOWN else made for made, task in zip(found, tasks, strict=True)]
 
-    def begin(self, function: Callable[..., T], task: tuple[Any, ...], own: object) -> Callable[[], T]:
+    def begin(
+        self,
+        function: Callable[..., T],
+        task: tuple[Any, ...],
+        own: object,
+        goes_on: Callable[[T], bool] = lambda _: False,
+    ) -> Callable[[], T]:
         """Have a process that does nothing else make something of a task.
 
         Args:
             function, own: as for `map`.
             task: its parts.
+            goes_on: of an answer, whether the same is asked for once more.
         Returns:
-            What waits for the answer; where there is no process, makes it.
+            What waits for the last answer; where there is no process, makes one.
         """
         found: list[T] = [_UNKNOWN]
         if not self._idle:
@@ -102,7 +109,11 @@ class Workers:
         process.is_busy = True
 
         def drive() -> None:
-            self._drive(process, function, [task], deque((0,)), found)
+            left = deque((0,))
+            while left:
+                self._drive(process, function, [task], left, found)
+                if process in self._processes and found[0] is not _UNKNOWN and goes_on(found[0]):
+                    left.append(0)
             process.is_busy = False
 
         thread = Thread(target=drive, daemon=True)

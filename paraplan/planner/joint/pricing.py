@@ -79,6 +79,7 @@ class Pricing:
         prices: per kind, its shardings, fastest first.
         alike: kinds whose shardings were chosen for others of their way.
         faults: why some have none.
+        under_way: of the bound on combinations, in a process that goes on with it when it is told to.
     """
 
     job: Job
@@ -90,6 +91,7 @@ class Pricing:
     prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
     alike: set[Kind] = field(default_factory=set)
     faults: list[ParaplanError] = field(default_factory=list)
+    under_way: dict[object, Any] = field(default_factory=dict)
     _has_fitting: bool = False
 
     def of(self, combination: Combination) -> tuple[StagePrices, ...]:

@@ -27,7 +27,7 @@ from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import FIRST, Deadline
 from paraplan.planner.interrupts import found_until
-from paraplan.planner.joint.bounding.proving import Bounding, bound_of
+from paraplan.planner.joint.bounding.proving import SpaceProof
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.drafting import Drafting, PlanningEffort
 from paraplan.planner.joint.drafting_beside import PackedEstimate, drafted_beside, received_from
@@ -65,7 +65,7 @@ LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
 it."""
 PROVED_SHARE = 0.1
-"""Of the time limit, what a bound on all combinations may take at most, once the plan is found."""
+"""Of the time limit, what a bound on all combinations may take at most where nothing else is to be done."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class JointSearch:
     tried: list[Tried] = field(default_factory=list)
     faults: list[ParaplanError] = field(default_factory=list)
     _promise: Promise = field(default_factory=Promise)
-    _bound: Bounding | None = None
+    _proof: SpaceProof | None = None
     _is_prolonged: bool = False
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
 
@@ -134,6 +134,7 @@ class JointSearch:
             SolverLimitError: nothing was found; says what was tried, and what the search of one stage said.
         """
         estimates: list[Estimate] = []
+        self._proof = SpaceProof(self.pricing, listed, self.workers) if certify and self._is_bounded else None
         alone = OneStagePlans(self.job, self.constraints, self.deadline, one_stage, self._try, self.drafts)
         try:
             alone.plan_usual()
@@ -141,7 +142,7 @@ class JointSearch:
                 estimates = estimate_best(self.pricing, listed, self.best_s, self.faults, share)
                 if self._plan_promising(estimates) or self.deadline.is_over:
                     break
-            self._bound = self._bounding(listed) if certify and self.drafts else None
+            self._begin_proof()
             self._make_fastest()
             self._prolong()
             alone_s = min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
@@ -160,7 +161,7 @@ class JointSearch:
         )
         tried = kept(self.tried)
         best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=step_s))
-        return (Draft.of(self._certified(best, listed)) if certify else best), *others
+        return (Draft.of(self._certified(best)) if certify else best), *others
 
     def _end(self, fault: KeyboardInterrupt) -> None:
         """Make the best of the plans so far whole; interrupted once more, keep those that are."""
@@ -198,36 +199,36 @@ class JointSearch:
                 self.tried.append(in_vain(what, fault, estimated_s))
                 self.words.append(f"{what}, whole: nothing")
 
-    def _bounding(self, listed: Sequence[Combination]) -> Bounding | None:
-        """What is proved of every combination, beside what else is done; None where that is nothing, where the schedule
-        is searched (its orders are no named one's), and where positions of other groups may be faster than those of the
-        first, of which the bound is."""
-        if self.job.compiled or self.constraints.schedule == SEARCHED or len(self.job.cluster.groups) > 1:
-            return None
-        best = min(self.drafts, key=step_s)
-        self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
-        within_s = 0.0 if self.is_interrupted else max(PROVED_SHARE * self.deadline.limit_s, 1.0)
-        task = listed, best.cut, best.step_s, within_s
-        if self.workers is None or self.is_interrupted:
-            return Bounding(best.cut, lambda: bound_of(self.pricing, *task))
-        return Bounding(best.cut, self.workers.begin(bound_of, task, self.pricing))
+    @property
+    def _is_bounded(self) -> bool:
+        """Whether anything is proved of every combination: nothing is where the schedule is searched (its orders are no
+        named one's), and where positions of other groups may be faster than those of the first, of which bounds are."""
+        return not (self.job.compiled or self.constraints.schedule == SEARCHED or len(self.job.cluster.groups) > 1)
 
-    def _certified(self, best: Draft, listed: Sequence[Combination]) -> Plan:
+    def _begin_proof(self) -> None:
+        """Prove what can be of every combination, beside what else is done."""
+        if self._proof is not None and self.drafts:
+            best = min(self.drafts, key=step_s)
+            self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
+            within_s = 0.0 if self.is_interrupted else max(PROVED_SHARE * self.deadline.limit_s, 1.0)
+            self._proof.begin(best.cut, best.step_s, within_s, here=self.is_interrupted)
+
+    def _certified(self, best: Draft) -> Plan:
         """The plan with what is proved of every combination, of an interrupted search what is known at once; with its
         own certificate where that is nothing, and where the plan is outside of the space and faster."""
-        plan, cut = best.made(), best.cut
+        plan, cut, proof = best.made(), best.cut, self._proof
+        if proof is None:
+            return plan
         try:
-            if self.is_interrupted or self._bound is None or (len(cut) > 1 and self._bound.cut != cut):
-                self._bound = self._bounding(listed)
-            if self._bound is None:
-                return plan
-            (bound_s, spread), mesh = self._bound.answer(), plan.stages[0].mesh.shape
+            if self.is_interrupted or proof.cut is None or (len(cut) > 1 and proof.cut != cut):
+                self._begin_proof()
+            (bound_s, spread, _), mesh = proof.answer(), plan.stages[0].mesh.shape
         except KeyboardInterrupt:
             self.is_interrupted = True
             return plan
-        is_listed = any(each.mesh in ((), mesh) and each.microbatches == plan.num_microbatches for each in listed)
+        is_listed = any(each.mesh in ((), mesh) and each.microbatches == plan.num_microbatches for each in proof.listed)
         if is_listed or bound_s <= self.best_s:
-            return certified_in_space(plan, bound_s, len(listed), spread)
+            return certified_in_space(plan, bound_s, len(proof.listed), spread)
         return plan
 
     def _plan_promising(self, estimates: Sequence[Estimate]) -> bool:
@@ -263,13 +264,18 @@ class JointSearch:
             began_s = self.deadline.passed_s
             besides = (each for each in in_time if SHARED * effort.seconds(each.combination) <= left_s)
             others = sorted((each for each in besides if each is not first), key=rank)
-            for estimate, make in ((first, None), *self._beside(others[: MOST - 1])):
+            beside = self._beside(others[: MOST - 1])
+            if self._proof is not None and not beside and math.isfinite(first.step_s):
+                self._proof.prepare(first.bounds, first.step_s)
+            for estimate, make in ((first, None), *beside):
                 if make is not None:
                     waiting.remove(estimate)
                 before = self.best_s
                 self._plan(estimate, make)
                 in_vain = 0 if self.best_s < before else in_vain + 1
             effort.took(first.combination, self.deadline.passed_s - began_s)
+            if self._proof is not None:
+                self._proof.pause()
         return not self._promise.unfit
 
     def _beside(self, estimates: Sequence[Estimate]) -> list[tuple[Estimate, Make]]:

@@ -52,6 +52,20 @@ def test_an_answer_is_waited_for_when_it_is_asked_for(count: int) -> None:
         assert workers.begin(added, (1,), base(100))() == 101, "who has answered is free again"
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_task_is_done_again_for_as_long_as_its_answer_asks_for_it(count: int) -> None:
+    seen: list[int] = []
+
+    def goes_on(found: int) -> bool:
+        seen.append(found)
+        return len(seen) < 3
+
+    with _workers(count) as workers:
+        assert workers.begin(added, (7,), base(100), goes_on)() == 107
+        assert seen == [107] * (3 * count), "where there is no process it is done once"
+        assert workers.begin(ends_elsewhere, (os.getpid(),), base(100), lambda _: True)() == os.getpid()
+
+
 def test_an_answer_of_a_dead_process_is_made_here() -> None:
     with _workers(1) as workers:
         assert workers.begin(ends_elsewhere, (os.getpid(),), base(100))() == os.getpid()

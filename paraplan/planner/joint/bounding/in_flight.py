@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paraplan.ir.execution.schedule import ActionKind
+from paraplan.ir.execution.schedule import Action, ActionKind
 from paraplan.planner.schedules.schedule_problem import BACKWARD, Orders
 
 
@@ -38,23 +38,32 @@ def fullest(orders: Orders) -> tuple[Fullest, ...]:
     ever, late = Counter[int](), Counter[int]()
     have_grads = True
     for order in orders:
-        stages = {action.stage for action in order}
-        flying, most, since, begun = Counter[int](), Counter[int](), Counter[int](), set[int]()
+        stages = len({action.stage for action in order})
+        flying = most = since = ever_at = late_at = 0
+        begun: set[int] = set()
         then = False
-        for action in order:
-            flying[action.stage] += (action.kind is ActionKind.F) - (action.kind in BACKWARD)
+        for at, action in enumerate(order, 1):
+            is_forward = action.kind is ActionKind.F
+            flying += is_forward - (action.kind in BACKWARD)
             if action.kind in (ActionKind.B, ActionKind.W):
                 begun.add(action.stage)
-            if action.kind is ActionKind.F and flying.total() >= most.total():
-                most, then = flying.copy(), begun == stages
-            if begun == stages and flying.total() >= since.total():
-                since = flying.copy()
-        ever.update(most)
-        late.update(since)
+            have_begun = len(begun) == stages
+            if is_forward and flying >= most:
+                most, ever_at, then = flying, at, have_begun
+            if have_begun and flying >= since:
+                since, late_at = flying, at
+        _fly(ever, order[:ever_at])
+        _fly(late, order[:late_at])
         have_grads = have_grads and then
     count = 1 + max(action.stage for order in orders for action in order)
     first, second = (tuple(found[stage] for stage in range(count)) for found in (ever, late))
     return (Fullest(first, True),) if have_grads else (Fullest(first, False), Fullest(second, True))
+
+
+def _fly(counts: Counter[int], actions: Sequence[Action]) -> None:
+    """Add, per stage, the forwards of some actions whose backwards are to come."""
+    for action in actions:
+        counts[action.stage] += (action.kind is ActionKind.F) - (action.kind in BACKWARD)
 
 
 def most_at_once(orders: Orders) -> int:

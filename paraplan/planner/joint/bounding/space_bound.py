@@ -17,9 +17,10 @@ bounded by paths through them (`order_bounds`). And summed over positions,
 
 for the sharding x and what is recomputed: the least step that keeps the second is bounded at a price per byte, raised
 as long as that pays. In how many microbatches a segment waits (`in_flight`) depends on cuts, of which only those are
-looked at that may beat the best step known. Work of a microbatch is priced at the samples it has, and before that at
-that of the whole batch, shared out. Combinations are refined in the order of what is known of them, the lowest first,
-until the lowest needs no more or time is up; whatever the time, the least of them is a bound.
+looked at that may beat the best step known. Work of a microbatch is priced at the samples it has, before that at the
+most that any has on such positions, and before that at that of the whole batch, shared out. Combinations are refined
+in the order of what is known of them, the lowest first, until the lowest needs no more or time is up (`refining`);
+whatever the time, the least of them is a bound.
 
 Where nothing is idle, ranks update on the average what all parameters take over all devices. Left out, so that the
 bound holds whatever is done: reductions of gradients in every microbatch, messages between positions, what calls hold
@@ -29,12 +30,10 @@ positions have several stages, these are cut evenly but for one, or for as many 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from paraplan.ir.errors import ConstraintError, NoPlanError, ParaplanError
@@ -45,6 +44,7 @@ from paraplan.planner.joint.bounding.cut_bounds import filled_s, shared_s
 from paraplan.planner.joint.bounding.in_flight import even_stages, fullest, most_at_once, spread_of, waiting
 from paraplan.planner.joint.bounding.least import Flying, Least, passing_s
 from paraplan.planner.joint.bounding.order_bounds import Counts, orders_s, passed
+from paraplan.planner.joint.bounding.refining import NEAR, Level, Refining, Timed
 from paraplan.planner.joint.bounding.relaxations import (
     Activations,
     RelaxedPosition,
@@ -61,13 +61,8 @@ from paraplan.planner.schedules.named import NAMED, named_orders
 from paraplan.planner.sharding.solve import problem_of
 from paraplan.planner.sharding.space import Space
 
-NEAR = 0.05
-"""Of a step, how near the bound is near enough."""
 FEW = 2
 """Microbatches a position below which schedules are bounded by how many are in flight."""
-RAISED = 1e-3
-"""By how much more than the lowest is worth raising it for. Where there is no time to relax every kind of positions
-with combinations lower than that, what is known at once is all there will be."""
 EACH_S = 3.0
 """Seconds for one relaxation."""
 PRICES = 6
@@ -77,7 +72,12 @@ FIRST = 0.03
 FILLED = 4
 """Microbatches a position of which a schedule's orders are looked at: it has as many in flight in more."""
 
+Moments = list[tuple[bool, list[float]]]
+"""When positions are fullest: whether gradients that add up are there, and per kind, in how many microbatches its
+instances wait at least."""
 Where = Callable[[Combination], tuple[Job, Constraints, Mesh]]
+Way = tuple[object, float]
+"""What combinations alike have in common, and the samples of their microbatches."""
 
 
 class SpaceBound:
@@ -101,16 +101,18 @@ class SpaceBound:
         constraints: Constraints,
         budget: int,
         position: Where,
-        way: Callable[[Combination], tuple[object, float]],
+        way: Callable[[Combination], Way],
         cut: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.job, self.constraints, self.budget, self.where, self.way = job, constraints, budget, position, way
         self.cut, self.spread, self.updated_s = cut, 1, 0.0
         self._even_by: Sequence[float] = ()
-        self._positions: dict[object, RelaxedPosition | None] = {}
+        self._positions = Timed[RelaxedPosition | None]()
         self._weights: dict[str, float] = {}
         self._flying: dict[object, Flying | None] = {}
         self._passed: dict[object, Counts | None] = {}
+        self._kept: dict[bool, float] = {}
+        self._waits: dict[tuple[Flying, tuple[float, ...]], Moments | None] = {}
 
     def bound_s(self, listed: Sequence[Combination], best_s: float, stop: float) -> float:
         """No combination has a shorter step.
@@ -123,49 +125,61 @@ class SpaceBound:
             Seconds; 0.0 where nothing was proved, as where a combination cannot be relaxed.
         """
         try:
-            return self._bound_s(listed, best_s, stop)
+            refining = self.refining(listed, best_s)
+            refining.go_on(stop)
         except ParaplanError:  # the plan that was found is none the worse
             return 0.0
+        return refining.least_s
 
-    def _bound_s(self, listed: Sequence[Combination], best_s: float, stop: float) -> float:
+    def refining(self, listed: Sequence[Combination], best_s: float) -> Refining:
+        """The bounds of combinations, to be refined.
+
+        Args:
+            listed: the space.
+            best_s: the shortest step known.
+        """
         alike = {self.way(each): each for each in sorted(listed, key=lambda each: each.pp)}
         fewest = max(round(self.job.program.batch_size / max(samples for _, samples in alike)), 1)
         undivided = self._undivided(max((m for m in {c.microbatches for c in listed} if m <= fewest), default=1))
         self._even_by = undivided(listed[0]).each_s
         self.spread = max(spread_of(self.cut, self._even_by), 1) if len(self.cut) > 1 else 1
+        self._waits.clear()
+        largest = largest_of(alike)
 
-        def least(each: Combination) -> Least:
-            return self._relaxed(alike[self.way(each)]) or undivided(each)
+        def own(each: Combination) -> Combination:
+            return alike[self.way(each)]
 
-        def shared_out(each: Combination) -> float:
+        def coarser(each: Combination) -> Combination:
+            return alike[largest[self.way(each)]]
+
+        def shared_out_s(each: Combination) -> float:
             return self._relaxed_s(each, undivided(each), best_s)
 
-        def own(each: Combination) -> float:
-            return self._relaxed_s(each, least(each), best_s)
+        def coarser_s(each: Combination) -> float:
+            times = self.way(each)[1] / self.way(coarser(each))[1]
+            return self._relaxed_s(each, self._relaxed(coarser(each), times) or undivided(each), best_s)
 
-        def within(each: Combination) -> float:
-            return self._fitting_s(each, least(each), best_s)
+        def own_s(each: Combination) -> float:
+            return self._relaxed_s(each, self._relaxed(own(each)) or undivided(each), best_s)
 
-        def in_order(each: Combination) -> float:
-            return self._orders_s(each, least(each), stop)
+        def in_order_s(each: Combination) -> float:
+            return self._orders_s(each, self._relaxed(own(each)) or undivided(each))
 
-        steps = (shared_out, own, in_order, within)
-        queue = [(self.combination_s(each, undivided(each)), 0, number) for number, each in enumerate(listed)]
-        heapq.heapify(queue)
-        begun_s, known = time.perf_counter(), len(self._positions)
-        while True:
-            least_s, level, number = queue[0]
-            passed_s = time.perf_counter() - begun_s
-            if least_s >= (1 - NEAR) * best_s or level == len(steps) or begun_s + passed_s > stop:
-                return least_s
-            if len(self._positions) > known:
-                known = len(self._positions)
-                lowest = {self.way(listed[each]) for value_s, _, each in queue if value_s <= (1 + RAISED) * least_s}
-                waiting_s = len({self._key(alike[way]) for way in lowest} - self._positions.keys()) * passed_s / known
-                if begun_s + passed_s + waiting_s > stop:
-                    return least_s
-            found_s = max(least_s, steps[level](listed[number]))
-            heapq.heapreplace(queue, (found_s, level + 1, number))
+        def within_s(each: Combination) -> float:
+            return self._fitting_s(each, self._relaxed(own(each)) or undivided(each), best_s)
+
+        def key_of(which: Callable[[Combination], Combination]) -> Callable[[Combination], Hashable]:
+            return lambda each: self._key(which(each))
+
+        levels = (
+            Level(shared_out_s, key_of(coarser)),
+            Level(coarser_s, key_of(coarser)),
+            Level(own_s, key_of(own)),
+            Level(in_order_s, key_of(own)),
+            Level(within_s, self._key),
+        )
+        first_s = lambda each: self.combination_s(each, undivided(each))  # noqa: E731
+        return Refining(listed, first_s, levels, self._positions, best_s)
 
     def combination_s(self, combination: Combination, least: Least) -> float:
         """The bound of a combination by what its microbatches take."""
@@ -177,13 +191,13 @@ class SpaceBound:
             return max(found_s, m * shared_s(least.each_s, pp))
         return max(found_s, filled_s(least.each_s, passing_s(combination, least), pp, m))
 
-    def _orders_s(self, combination: Combination, least: Least, stop: float) -> float:
+    def _orders_s(self, combination: Combination, least: Least) -> float:
         """The bound of a combination by the orders of its schedule, in whatever stages; 0.0 where they are too long."""
         name, pp, count, each = combination.schedule, combination.pp, combination.microbatches, combination.each
-        key, left_s = (name, pp, count, each), stop - time.perf_counter()
-        if key not in self._passed and left_s > 0:
-            self._passed[key] = passed(combination.orders(), left_s)
-        if (counts := self._passed.get(key)) is None:
+        key = name, pp, count, each
+        if key not in self._passed:
+            self._passed[key] = passed(combination.orders(), EACH_S)
+        if (counts := self._passed[key]) is None:
             return 0.0
         first = tuple(both - f for both, f in zip(least.round_s, least.forward_s, strict=True))
         second = tuple(b - i for b, i in zip(least.backward_s, first, strict=True))
@@ -248,27 +262,32 @@ class SpaceBound:
         """What the positions' ranks keep of parameters and states at least, a rank of each, and of gradients."""
         if self.constraints.state_tiers:
             return 0.0
-        kept = kept_bytes(self.job, has_grads) * combination.pp / self.job.cluster.num_devices
-        return NAMED[combination.schedule].num_replicas * kept
+        if has_grads not in self._kept:
+            self._kept[has_grads] = kept_bytes(self.job, has_grads) / self.job.cluster.num_devices
+        return NAMED[combination.schedule].num_replicas * self._kept[has_grads] * combination.pp
 
-    def _moments(self, combination: Combination, least: Least, best_s: float) -> list[tuple[bool, list[float]]] | None:
-        """When positions are fullest, of cuts that may beat the best step: whether gradients that add up are there, and
-        per kind, in how many microbatches its instances wait at least; None where there are no such cuts."""
-        kinds = len(self.job.program.kinds)
+    def _moments(self, combination: Combination, least: Least, best_s: float) -> Moments | None:
+        """When positions are fullest, of cuts that may beat the best step; None where there are no such cuts."""
         if self.constraints.tiers:
-            return [(False, [0.0] * kinds)]
+            return [(False, [0.0] * len(self.job.program.kinds))]
         flying = self.flying(combination)
         if flying is None:
             return None
-        is_cut_freely = combination.each == 1 and NAMED[combination.schedule].num_replicas == 1
-        limit_s = best_s / combination.microbatches if is_cut_freely else None
-        seconds = least.each_s if is_cut_freely else self._even_by or least.each_s
-        found: list[tuple[bool, list[float]]] = []
+        if combination.each == 1 and NAMED[combination.schedule].num_replicas == 1:
+            return self._waiting(flying, least.each_s, best_s / combination.microbatches)
+        key = flying, tuple(self._even_by or least.each_s)
+        if key not in self._waits:
+            self._waits[key] = self._waiting(*key, None)
+        return self._waits[key]
+
+    def _waiting(self, flying: Flying, seconds: Sequence[float], limit_s: float | None) -> Moments | None:
+        """The moments of cuts within a limit (see `waiting`)."""
+        found: Moments = []
         for moment in flying.fullest:
             waits = waiting(moment.counts, seconds, limit_s, self.spread)
             if waits is None:
                 return None
-            counts = [0.0] * kinds
+            counts = [0.0] * len(self.job.program.kinds)
             for segment, count in zip(self.job.program.segments, waits, strict=True):
                 counts[segment.kind] += count
             found.append((moment.have_grads, counts))
@@ -300,14 +319,16 @@ class SpaceBound:
                 price = next_price(tangents, usual)
         return found_s / pp + idle_s
 
-    def _relaxed(self, combination: Combination) -> Least | None:
-        """What a microbatch takes as relaxed for a combination of as many samples; None where there is none."""
+    def _relaxed(self, combination: Combination, times: float = 1.0) -> Least | None:
+        """What a microbatch of so many times the samples of a combination's takes at least, as its own does relaxed;
+        None where there is none."""
         position = self._position(combination)
         if position is None:
             return None
-        whole_s, each_s, computed = position.waited_s
-        forward_s, backward_s, round_s = position.computed_s
-        return Least(whole_s, each_s, forward_s, backward_s, round_s, computed, position)
+        whole_s, each_s, computed = self._positions.took(lambda: position.waited_s)
+        forward_s, backward_s, round_s = (tuple(times * s for s in phase) for phase in position.computed_s)
+        each_s = tuple(times * s for s in each_s)
+        return Least(times * whole_s, each_s, forward_s, backward_s, round_s, computed, position, times)
 
     def _key(self, combination: Combination) -> tuple[object, ...]:
         """What combinations share the relaxations of their positions by."""
@@ -315,18 +336,16 @@ class SpaceBound:
 
     def _position(self, combination: Combination) -> RelaxedPosition | None:
         """The relaxations of a combination's positions; None where there are none."""
-        key = self._key(combination)
-        if key not in self._positions:
-            self._positions[key] = None
-            try:
-                part, inner, mesh = self.where(combination)
-                space = problem_of(part, mesh, combination.microbatches, inner)
-                self._positions[key] = RelaxedPosition(
-                    part, space, inner, combination.microbatches, EACH_S, self._weights
-                )
-            except (ConstraintError, NoPlanError):
-                pass
-        return self._positions[key]
+        return self._positions.get(self._key(combination), lambda: self._made(combination))
+
+    def _made(self, combination: Combination) -> RelaxedPosition | None:
+        try:
+            part, inner, mesh = self.where(combination)
+            count = combination.microbatches
+            space = problem_of(part, mesh, count, inner)
+            return RelaxedPosition(part, space, inner, count, EACH_S, self._weights)
+        except (ConstraintError, NoPlanError):
+            return None
 
     def _undivided(self, count: int) -> Callable[[Combination], Least]:
         """What a combination's microbatch takes where the whole batch's work, as on one device in so many microbatches,
@@ -355,3 +374,13 @@ class SpaceBound:
             return Least(sum(both), both, forward_s, backward_s, round_s, 1.0, whole, share)
 
         return shared
+
+
+def largest_of(ways: Iterable[Way]) -> dict[Way, Way]:
+    """Per way, that of the most samples whose microbatches are so many of its own."""
+    found: dict[Way, Way] = {}
+    of = sorted(ways, key=lambda way: -way[1])
+    for way in of:
+        times = ((other, other[1] / way[1]) for other in of if other[0] == way[0])
+        found[way] = next(other for other, each in times if math.isclose(each, round(each), rel_tol=1e-9))
+    return found
