@@ -143,13 +143,19 @@ def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) 
     cls = mapping[model_type]
     known = {*cls().to_dict(), *getattr(cls, "attribute_map", {}), "num_labels"}  # every configuration takes labels
     known |= {_START} if getattr(cls(), "is_encoder_decoder", False) else set()
-    for key in settings:
+    for key, value in settings.items():
         if key not in known and not _reads(cls, key):
             raise ModelError(f"{model_type} has no setting {key!r}{_near(key, sorted(known))}")
+        if _is_size(usual := getattr(cls(), key, None)) and type(value) is int and value < 0 and not key.endswith("_id"):
+            raise ModelError(f"{model_type} cannot have {key}={value}: it is a size ({usual} where nothing is said)")
     try:
         return _complete(cls(**settings), settings)
     except Exception as fault:
         raise ModelError(f"{model_type} refuses {dict(settings)}: {fault}") from fault
+
+
+def _is_size(usual: object) -> bool:
+    return type(usual) is int and usual > 0
 
 
 def _reads(cls: type, key: str) -> bool:

@@ -70,6 +70,9 @@ def test_settings_the_model_reads_and_tokens_within_the_vocabulary() -> None:
     assert hf_model("deberta-v2", deberta, meta=True).config.position_buckets == 4
     with pytest.raises(ModelError, match="no setting 'position_bucket'"):
         hf_model("deberta-v2", {"position_bucket": 4}, meta=True)
+    with pytest.raises(ModelError, match=r"gpt2 cannot have n_layer=-1: it is a size \(12 where"):
+        hf_model("gpt2", {"n_layer": -1}, meta=True)
+    assert hf_model("gpt2", {"n_layer": 1, "n_embd": 16, "n_head": 2, "eos_token_id": -1}, meta=True) is not None
     small = {"vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 3}
     assert hf_model("marian", small, meta=True).config.decoder_start_token_id == 3
 
