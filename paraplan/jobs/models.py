@@ -146,7 +146,8 @@ def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) 
     for key, value in settings.items():
         if key not in known and not _reads(cls, key):
             raise ModelError(f"{model_type} has no setting {key!r}{_near(key, sorted(known))}")
-        if _is_size(usual := getattr(cls(), key, None)) and type(value) is int and value < 0 and not key.endswith("_id"):
+        usual = getattr(cls(), key, None)
+        if _is_size(key, usual) and isinstance(value, int) and value < 0:
             raise ModelError(f"{model_type} cannot have {key}={value}: it is a size ({usual} where nothing is said)")
     try:
         return _complete(cls(**settings), settings)
@@ -154,8 +155,8 @@ def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) 
         raise ModelError(f"{model_type} refuses {dict(settings)}: {fault}") from fault
 
 
-def _is_size(usual: object) -> bool:
-    return type(usual) is int and usual > 0
+def _is_size(key: str, usual: object) -> bool:
+    return isinstance(usual, int) and not isinstance(usual, bool) and usual > 0 and not key.endswith("_id")
 
 
 def _reads(cls: type, key: str) -> bool:
