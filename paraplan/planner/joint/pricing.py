@@ -139,7 +139,7 @@ class Pricing:
                 waiting.remove((kind, way))
                 if way.pays and self._promised_s(needed[kind], way, kind[3]) <= (1 + NEAR) * best_s:
                     batch.append((kind, way))
-                if len(batch) == (1 if self.deadline.is_over else BATCH):
+                if len(batch) == (1 if self.deadline.is_over else 2 if self._late else BATCH):
                     break
             if batch:
                 taken = {kind: self._in_layouts(needed[kind], way, kind[3], best_s) for kind, way in batch if rivals}

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
+
+import msgspec
 
 from paraplan.ir.errors import NoPlanError, ParaplanError
 from paraplan.ir.plan import Plan, Tried
@@ -61,6 +63,9 @@ PROMISING = 0.01
 """How much shorter than the best plan another has to promise to be for time kept for other searches to go into it."""
 LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many microbatches."""
+ORDERED, ORDERED_LEFT = 256, 0.25
+"""Forwards of a step up to which the orders of the best pipeline are searched for; of the time limit, what has to be
+left for that."""
 LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
 it."""
@@ -100,6 +105,7 @@ class JointSearch:
     _proof: SpaceProof | None = None
     _is_prolonged: bool = False
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
+    _planned: dict[str, Estimate] = field(default_factory=dict)
 
     @cached_property
     def budget(self) -> int:
@@ -148,6 +154,7 @@ class JointSearch:
             alone_s = min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
             alone.solve(self.roomless, self._hoped_of, alone_s, certify)
             alone.plan_by_hand()
+            self._order_anew()
             self.drafts = self.drafts or self.roomless  # for which room is to be made
             self._make_fastest()
         except KeyboardInterrupt as fault:
@@ -213,6 +220,20 @@ class JointSearch:
             within_s = 0.0 if self.is_interrupted else max(PROVED_SHARE * self.deadline.limit_s, 1.0)
             self._proof.begin(best.cut, best.step_s, within_s, here=self.is_interrupted)
 
+    def _order_anew(self) -> None:
+        """Search for a schedule of the stages of the best plan, a pipeline of few actions, where no schedule is pinned
+        and there is time."""
+        best = min(self.drafts, key=step_s, default=None)
+        estimate = None if best is None else self._planned.get(self._drafted[id(best)][0])
+        late = self.deadline.passed_s > (1 - ORDERED_LEFT) * self.deadline.limit_s
+        if estimate is None or self.constraints.schedule is not None or late:
+            return
+        if estimate.combination.pp > 1 and estimate.combination.num_actions <= ORDERED:
+            pins = msgspec.structs.replace(self.constraints, schedule=SEARCHED)
+            drafting = Drafting(replace(self.pricing, constraints=pins), self.shardings, self.reserves, [])
+            make = partial(drafting.drafted, estimate, self.best_s)
+            self._try(f"{estimate.combination.text}, ordered anew", drafting.pins(estimate), make)
+
     def _certified(self, best: Draft) -> Plan:
         """The plan with what is proved of every combination, of an interrupted search what is known at once; with its
         own certificate where that is nothing, and where the plan is outside of the space and faster."""
@@ -226,7 +247,9 @@ class JointSearch:
         except KeyboardInterrupt:
             self.is_interrupted = True
             return plan
-        is_listed = any(each.mesh in ((), mesh) and each.microbatches == plan.num_microbatches for each in proof.listed)
+        is_listed = plan.schedule.name != SEARCHED and any(
+            each.mesh in ((), mesh) and each.microbatches == plan.num_microbatches for each in proof.listed
+        )
         if is_listed or bound_s <= self.best_s:
             return certified_in_space(plan, bound_s, len(proof.listed), spread)
         return plan
@@ -346,7 +369,7 @@ class JointSearch:
         drafting = Drafting(self.pricing, self.shardings, self.reserves, [])
         within_s = self.best_s if estimate.combination.pp > 1 else math.inf  # one stage takes a second
         make = partial(drafting.drafted, estimate, within_s) if beside is None else partial(beside, drafting)
-        pins = drafting.pins(estimate)
+        pins, self._planned[estimate.combination.text] = drafting.pins(estimate), estimate
         found_s = self._try(estimate.combination.text, pins, make, f" ({said})", step_s)
         for draft in drafting.roomless:
             self.roomless.append(draft)

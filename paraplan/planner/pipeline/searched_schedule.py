@@ -4,8 +4,9 @@ What stages cost is read off simulated pipelines of the same stages: F and B fro
 splits backwards, messages from their links, activations from what is alive before and after an action.
 `schedules.search` orders them; of what it finds, and of the named pipelines, the fastest that fits as simulated is
 taken. So the answer is never slower than a named schedule that these stages take, and is one of them where what is
-searched is no order for the model (one that reads the whole batch at its end). Where the simulation holds more than
-the costs say, it is searched again with less memory, `ROUNDS` times at most.
+searched is no order for the model (one that reads the whole batch at its end; one whose values skip stages, if ranks
+would wait for each other). Where the simulation holds more than the costs say, it is searched again with less memory,
+`ROUNDS` times at most.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 
 from paraplan.cost_models.predict import simulate_plan
 from paraplan.cost_models.simulator.rank_trace import RankTrace
-from paraplan.ir.errors import ConstraintError
+from paraplan.ir.errors import ConstraintError, CostModelError
 from paraplan.ir.execution.rank_program import RankProgram, StepKind
 from paraplan.ir.execution.rendezvous import MESSAGES
 from paraplan.ir.execution.schedule import ActionKind, parse_action
@@ -67,7 +68,10 @@ def searched(named: Sequence[Plan], price: Callable[[Plan], Plan], budget: int) 
             check_turns(best.program, best.num_microbatches, SEARCHED, schedule, len(best.stages))
         except ConstraintError as fault:
             return _kept(best, f" ({fault})")
-        plan = price(rescheduled(best, schedule, holders_of(found.orders)))
+        try:
+            plan = price(rescheduled(best, schedule, holders_of(found.orders)))
+        except CostModelError as fault:  # values that skip stages go in no message the search knows
+            return _kept(best, f" ({fault})")
         assert plan.prediction is not None and best.prediction is not None
         over = max(plan.prediction.peak_bytes) - budget
         if over <= 0:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paraplan.capture import capture
 from paraplan.codegen import build_modules
 from paraplan.cost_models.predict import predict, simulate_plan
-from paraplan.ir.errors import ConstraintError, SolverLimitError
+from paraplan.ir.errors import ConstraintError, CostModelError, SolverLimitError
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
 from paraplan.ir.process.memo import release_caches
@@ -219,6 +219,17 @@ def test_a_searched_schedule_is_never_longer_than_a_named_one_and_runs(memory_sh
     assert (found.schedule.name == "searched") == (found.prediction.step_s < min(named))
     assert any("best named one" in note for note in found.notes)
     assert run(found, web().double(), batch()) <= 1e-9
+
+
+def test_a_searched_schedule_in_which_ranks_wait_for_each_other_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of values that skip stages, in messages that the search of a schedule does not know."""
+
+    def deadlocks(plan: Plan) -> Plan:
+        raise CostModelError(f"{plan.schedule.name} deadlocks")
+
+    monkeypatch.setattr(pipeline_search, "_priced_alone", deadlocks)
+    found = search(job_of(program(), 3), Constraints(pp=3, microbatches=4, schedule="searched", dp=1), certify=False)
+    assert found.plan.schedule.name != "searched" and "(searched deadlocks)" in "".join(found.plan.notes)
 
 
 def test_what_stages_cost_is_read_off_simulated_pipelines() -> None:
