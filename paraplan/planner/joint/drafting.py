@@ -23,6 +23,7 @@ from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
 from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
+from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.schedules.full_rounds import FULL, FULL_BY_MANY
@@ -136,6 +137,24 @@ class Drafting:
         assert first is not None
         self.roomless.append(first)
         raise no_room(needed, budget)
+
+    def of_schedule(self, name: str) -> Drafting:
+        """The same, under a schedule."""
+        pins = msgspec.structs.replace(self.pricing.constraints, schedule=name)
+        return replace(self, pricing=replace(self.pricing, constraints=pins))
+
+    def ordered_anew(self, estimate: Estimate) -> Draft | Slower:
+        """The pipeline of an estimate where a schedule was found that is shorter than the named ones: those are planned
+        as other estimates.
+
+        Args:
+            estimate: as of `drafted`; the schedule is to be searched.
+        Raises:
+            SolverLimitError: as of `drafted`.
+        """
+        found = self.drafted(estimate, math.inf)
+        is_anew = isinstance(found, Slower) or found.made().schedule.name == SEARCHED
+        return found if is_anew else Slower(found.step_s)
 
     def _searched(self, estimate: Estimate, pins: Constraints, start: Start) -> Draft | Slower:
         """What is found of an estimate in its stages; where nothing fits in those, in such as do not need too much."""

@@ -13,11 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
-
-import msgspec
 
 from paraplan.ir.errors import NoPlanError, ParaplanError
 from paraplan.ir.plan import Plan, Tried
@@ -229,9 +227,8 @@ class JointSearch:
         if estimate is None or self.constraints.schedule is not None or late:
             return
         if estimate.combination.pp > 1 and estimate.combination.num_actions <= ORDERED:
-            pins = msgspec.structs.replace(self.constraints, schedule=SEARCHED)
-            drafting = Drafting(replace(self.pricing, constraints=pins), self.shardings, self.reserves, [])
-            make = partial(drafting.drafted, estimate, self.best_s)
+            drafting = Drafting(self.pricing, self.shardings, self.reserves, []).of_schedule(SEARCHED)
+            make = partial(drafting.ordered_anew, estimate)
             self._try(f"{estimate.combination.text}, ordered anew", drafting.pins(estimate), make)
 
     def _certified(self, best: Draft) -> Plan:

@@ -19,6 +19,7 @@ from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.joint import search_joint
 from paraplan.planner.joint.at_cut import PricedPosition, recomputed
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimate import Pricer
@@ -27,6 +28,7 @@ from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.pipeline import with_activations
 from paraplan.planner.pipeline.pipeline_case import case_of
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
+from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.stage_memory import LOOSE, recomputing
 from paraplan.planner.schedules.named import NAMED
@@ -64,6 +66,18 @@ def test_more_pins_are_never_faster(gpt: Job, memory: int | None) -> None:
         stages=tuple((stage.first, stage.stop) for stage in plan.stages),
     )
     assert search(gpt, chosen, 60.0, certify=False).plan.prediction.step_s <= 1.01 * free_s
+
+
+def test_a_pipeline_of_few_actions_is_ordered_anew(gpt: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = Constraints(pp=4, microbatches=8, reserve_bytes=0)
+    plan = search(gpt, pins, 60.0).plan
+    step_s, certificate = plan.prediction.step_s, plan.certificate
+    assert plan.schedule.name == SEARCHED and certificate.bound_s < step_s
+    pinned = search(gpt, msgspec.structs.replace(pins, schedule=SEARCHED), 60.0, certify=False).plan
+    assert step_s <= 1.02 * pinned.prediction.step_s
+    monkeypatch.setattr(search_joint, "ORDERED", 0)
+    named = search(gpt, pins, 60.0, certify=False).plan
+    assert named.schedule.name in NAMED and named.prediction.step_s > step_s
 
 
 def test_stages_that_are_pinned_are_those_of_every_combination(gpt: Job) -> None:
