@@ -64,19 +64,26 @@ def check_constraints(constraints: Constraints, num_devices: int) -> Constraints
     product = math.prod(degrees.values())
     if len(degrees) > 1 and (num_devices % product or (c.dp is not None and product != num_devices)):
         has = "there are {} devices{}" if left else "the cluster has {} devices{}"
-        fault = f"{' times '.join('{}' for _ in degrees)} is {{}}, {has}"
-        raise ConstraintError(fault, *_given(degrees), product, num_devices, left)
+        fault = (
+            f"{' times '.join('{}' for _ in degrees)} is {{}}, {has}; give such as multiply to {{}}, or fewer of them"
+        )
+        raise ConstraintError(fault, *_given(degrees), product, num_devices, left, num_devices)
     for name, size in degrees.items():
         if num_devices % size:
             whose = "the" if left else "the cluster's"
             given = OptionValue(name, size)
-            raise ConstraintError("{} does not divide {} {} devices{}", given, whose, num_devices, left)
+            way_out = f"; give one of {_divisors(num_devices)}" if num_devices > 1 else ""
+            raise ConstraintError("{} does not divide {} {} devices{}{}", given, whose, num_devices, left, way_out)
     dp = c.dp if c.dp is not None else num_devices // math.prod(degrees.values())
     if c.ep is not None and dp % c.ep:
         raise ConstraintError(
             "{} does not divide the {} data-parallel ranks, which share the experts", OptionValue("ep", c.ep), dp
         )
     return c
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
 
 
 def _given(degrees: dict[str, int]) -> tuple[OptionValue, ...]:
@@ -115,7 +122,8 @@ def _check_mesh(c: Constraints, degrees: dict[str, int], num_devices: int, left:
     product = math.prod(mesh)
     if product != num_devices:
         raise ConstraintError(
-            "{} has {} places for {} devices{}", OptionValue("mesh", mesh), product, num_devices, left
+            "{} has {} places for {} devices{}; give sizes that multiply to {}",
+            *(OptionValue("mesh", mesh), product, num_devices, left, num_devices),
         )
 
 
@@ -199,10 +207,9 @@ def _stage_devices(c: Constraints, num_devices: int) -> int:
     """How many devices share a stage, among which the other degrees are."""
     if c.pp is not None and c.pp > 1:
         if num_devices % c.pp:
-            divisors = [str(pp) for pp in range(1, num_devices + 1) if num_devices % pp == 0]
             raise ConstraintError(
                 "{} does not divide the cluster's {} devices; give one of {}",
-                *(OptionValue("pp", c.pp), num_devices, ", ".join(divisors)),
+                *(OptionValue("pp", c.pp), num_devices, _divisors(num_devices)),
             )
         return num_devices // c.pp
     if c.schedule is not None or c.stages is not None:

@@ -80,6 +80,22 @@ def recomputed(
     return tuple(found), (missing if any_over else None), tuple(taken) if any(taken) else ()
 
 
+def least_over(at: PricedPosition, number: int, bound: tuple[int, int], costs: StageCosts, orders: OrderTimes) -> int:
+    """What a position of one stage is over by with as much made again as there is; below 0 what it has left.
+
+    Args:
+        at: the position; `number`: which one.
+        bound: its segments.
+        costs: of its stage, nothing recomputed.
+        orders: of the schedule.
+    """
+    positions = len(orders.held)
+    saved, deferred = [costs.activation_bytes] * positions, [costs.weight_grad_bytes] * positions
+    taken = [len(options) - 1 for options in at.prices.options]
+    bounds, stages, room = (bound,) * positions, (costs,) * positions, at.room - costs.fixed_bytes
+    return _Holding(at.prices, number, (number,), bounds, stages, orders, saved, deferred, taken, room).over_bytes()
+
+
 def held_bytes(
     prices: StagePrices, bounds: Bounds, stages: Sequence[StageCosts], orders: OrderTimes, taken: Sequence[int]
 ) -> tuple[int, ...]:

@@ -13,14 +13,25 @@ plan; links are thought to be shared by nothing else.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 from paraplan.ir.machine.cluster import ClusterSpec
-from paraplan.planner.joint.at_cut import PricedPosition, deferred_bytes, held_bytes, recomputed, short_of, step_ended_s
+from paraplan.planner.joint.at_cut import (
+    PricedPosition,
+    deferred_bytes,
+    held_bytes,
+    least_over,
+    recomputed,
+    short_of,
+    step_ended_s,
+)
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import ONE_STAGE, Combination
 from paraplan.planner.pipeline.cuts.balanced_cuts import Short, cut_balanced
+from paraplan.planner.pipeline.cuts.cut_fitting import cut_fitting
 from paraplan.planner.pipeline.cuts.cut_in_step import cut_in_step
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
 from paraplan.planner.pipeline.links import Handed
@@ -149,6 +160,33 @@ class Pricer(ClosedForm):
             found = recut._replace(estimate=replace(recut.estimate, is_recut=True))
         return found.estimate
 
+    def cut_to_fit(self, estimate: Estimate, mesh_shape: tuple[int, ...]) -> Estimate | None:
+        """An estimate that does not fit, of the cut whose longest stage is shortest of all that fit with as much made
+        again as there is; None where none does.
+
+        Args:
+            estimate: of one stage a position.
+            mesh_shape: of a position.
+        """
+        combination, prices = estimate.combination, estimate.prices
+        orders = named_times(combination.schedule, combination.pp, combination.microbatches, combination.each)
+        memory, splits = prices.memory(mesh_shape), NAMED[combination.schedule].splits
+        at = PricedPosition(prices, self.room(0, combination.pp))
+
+        @cache
+        def over(position: int, first: int, stop: int) -> int:
+            costs = _stage_costs(prices, memory, (first, stop), (0.0, 0.0), splits)
+            return least_over(at, position, (first, stop), costs, orders)
+
+        tail, bounds = program_micro(prices.sharding.job.program, combination.microbatches).tail, None
+        for slack in (0.0, DEFERRED * self.budget) if splits else (0.0,):
+            fits = partial(_is_within, over, slack)
+            bounds = bounds or cut_fitting(prices.seconds, combination.pp, fits, tail)
+        if bounds is None:
+            return None
+        found = self._cut(combination, prices, mesh_shape, orders, bounds).estimate
+        return replace(found, is_recut=True) if math.isfinite(found.step_s) else None
+
     def held_bytes(self, estimate: Estimate, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Per position, what an estimated pipeline holds where that is most, but for reductions under way.
 
@@ -243,6 +281,10 @@ class Pricer(ClosedForm):
         if held <= part:
             return whole_s
         return min(whole_s, self.message_s(part, size, hop) + self.message_s(held - part, 1, (0, size - 1)))
+
+
+def _is_within(over: Callable[[int, int, int], int], slack: float, position: int, first: int, stop: int) -> bool:
+    return over(position, first, stop) <= slack
 
 
 def _stage_costs(

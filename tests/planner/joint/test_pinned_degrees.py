@@ -14,6 +14,7 @@ from benchmarks.megatron_gpt import GPTSettings, MegatronGPT
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.realised_plan import Budget, Realised
+from paraplan.ir.errors import SolverLimitError
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
@@ -78,6 +79,16 @@ def test_a_pipeline_of_few_actions_is_ordered_anew(gpt: Job, monkeypatch: pytest
     monkeypatch.setattr(search_joint, "ORDERED", 0)
     named = search(gpt, pins, 60.0, certify=False).plan
     assert named.schedule.name in NAMED and named.prediction.step_s > step_s
+
+
+def test_a_cut_whose_stages_fit_is_found(gpt: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where those by time do not, and no cut nearby has less to make again."""
+    pins = Constraints(pp=4, microbatches=8, schedule="zb-h1", memory_bytes=72 * MIB, reserve_bytes=0)
+    plan = search(gpt, pins, 60.0, certify=False).plan
+    assert max(plan.prediction.peak_bytes) <= 72 * MIB
+    monkeypatch.setattr(Pricer, "cut_to_fit", lambda *_: None)
+    with pytest.raises(SolverLimitError):
+        search(gpt, pins, 60.0, certify=False)
 
 
 def test_stages_that_are_pinned_are_those_of_every_combination(gpt: Job) -> None:
