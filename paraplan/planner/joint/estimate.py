@@ -13,9 +13,8 @@ plan; links are thought to be shared by nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from paraplan.ir.machine.cluster import ClusterSpec
@@ -173,15 +172,18 @@ class Pricer(ClosedForm):
         memory, splits = prices.memory(mesh_shape), NAMED[combination.schedule].splits
         at = PricedPosition(prices, self.room(0, combination.pp))
 
-        @cache
-        def over(position: int, first: int, stop: int) -> int:
-            costs = _stage_costs(prices, memory, (first, stop), (0.0, 0.0), splits)
-            return least_over(at, position, (first, stop), costs, orders)
+        over: dict[tuple[int, int, int], int] = {}
+
+        def fits(slack: float, position: int, first: int, stop: int) -> bool:
+            key = position, first, stop
+            if key not in over:
+                costs = _stage_costs(prices, memory, (first, stop), (0.0, 0.0), splits)
+                over[key] = least_over(at, position, (first, stop), costs, orders)
+            return over[key] <= slack
 
         tail, bounds = program_micro(prices.sharding.job.program, combination.microbatches).tail, None
         for slack in (0.0, DEFERRED * self.budget) if splits else (0.0,):
-            fits = partial(_is_within, over, slack)
-            bounds = bounds or cut_fitting(prices.seconds, combination.pp, fits, tail)
+            bounds = bounds or cut_fitting(prices.seconds, combination.pp, partial(fits, slack), tail)
         if bounds is None:
             return None
         found = self._cut(combination, prices, mesh_shape, orders, bounds).estimate
@@ -281,10 +283,6 @@ class Pricer(ClosedForm):
         if held <= part:
             return whole_s
         return min(whole_s, self.message_s(part, size, hop) + self.message_s(held - part, 1, (0, size - 1)))
-
-
-def _is_within(over: Callable[[int, int, int], int], slack: float, position: int, first: int, stop: int) -> bool:
-    return over(position, first, stop) <= slack
 
 
 def _stage_costs(
