@@ -16,6 +16,7 @@ from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
 from paraplan.ir.sizes import say_size
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.pricing import Pricing
@@ -141,17 +142,17 @@ class Drafting:
         self.roomless.append(first)
         raise no_room(needed, budget)
 
-    def of_schedule(self, name: str) -> Drafting:
-        """The same, under a schedule."""
-        pins = msgspec.structs.replace(self.pricing.constraints, schedule=name)
-        return replace(self, pricing=replace(self.pricing, constraints=pins))
+    def ordering(self, limit_s: float) -> Drafting:
+        """The same where the schedule is searched, in so many seconds."""
+        pins = msgspec.structs.replace(self.pricing.constraints, schedule=SEARCHED)
+        return replace(self, pricing=replace(self.pricing, constraints=pins, deadline=Deadline(limit_s)))
 
     def ordered_anew(self, estimate: Estimate) -> Draft | Slower:
         """The pipeline of an estimate where a schedule was found that is shorter than the named ones: those are planned
         as other estimates.
 
         Args:
-            estimate: as of `drafted`; the schedule is to be searched.
+            estimate: as of `drafted`; the schedule is searched (`ordering`).
         Raises:
             SolverLimitError: as of `drafted`.
         """

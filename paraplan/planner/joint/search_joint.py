@@ -61,9 +61,9 @@ PROMISING = 0.01
 """How much shorter than the best plan another has to promise to be for time kept for other searches to go into it."""
 LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many microbatches."""
-ORDERED, ORDERED_LEFT = 256, 0.25
+ORDERED, ORDERED_LEFT, ORDERED_SHARE = 256, 0.25, 0.15
 """Forwards of a step up to which the orders of the best pipeline are searched for; of the time limit, what has to be
-left for that."""
+left for that; of what is left, what that may take."""
 LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
 it."""
@@ -227,7 +227,8 @@ class JointSearch:
         if estimate is None or self.constraints.schedule is not None or late:
             return
         if estimate.combination.pp > 1 and estimate.combination.num_actions <= ORDERED:
-            drafting = Drafting(self.pricing, self.shardings, self.reserves, []).of_schedule(SEARCHED)
+            drafting = Drafting(self.pricing, self.shardings, self.reserves, [])
+            drafting = drafting.ordering(self.deadline.share_s(ORDERED_SHARE))
             make = partial(drafting.ordered_anew, estimate)
             self._try(f"{estimate.combination.text}, ordered anew", drafting.pins(estimate), make)
 

@@ -115,7 +115,7 @@ def search_from(job: Job, constraints: Constraints, shardings: Shardings, start:
         start: what is known.
     """
     if constraints.schedule == SEARCHED:
-        return Draft.of(_searched(job, constraints, shardings))
+        return Draft.of(_searched(job, constraints, shardings, start))
     case = replace(case_of(job, constraints), memory=start.memory)
     few = of_few_microbatches(case)
     best = _fastest(few or case, shardings, start)
@@ -216,12 +216,15 @@ def _is_slower(case: PipelineCase, made: Realised, within_s: float) -> bool:
     return case.least_s(made) > (1 + max(QUICKER, waits)) * within_s
 
 
-def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
-    """Every named schedule planned, then one searched for the stages of the fastest (`searched_schedule`)."""
+def _searched(job: Job, constraints: Constraints, shardings: Shardings, start: Start) -> Plan:
+    """Every named schedule planned, then one searched for the stages of the fastest (`searched_schedule`), in half of
+    the time that is left."""
     assert isinstance(constraints.pp, int)
     found: dict[str, Plan] = {}
     faults: list[NoPlanError | ConstraintError] = []
     for name in NAMED:
+        if found and start.is_late:
+            break
         try:
             found[name] = search_pipeline(job, msgspec.structs.replace(constraints, schedule=name), shardings)
         except (ConstraintError, NoPlanError) as fault:
@@ -230,7 +233,8 @@ def _searched(job: Job, constraints: Constraints, shardings: Shardings) -> Plan:
         raise next((fault for fault in faults if not isinstance(fault, ConstraintError)), faults[0])
     best = min(found.values(), key=_step_s)
     alike = [plan for plan in found.values() if plan is not best and _cut(plan) == _cut(best)]
-    return searched((best, *alike), _priced_alone, device_budget(job.cluster, constraints))
+    limit_s = math.inf if start.deadline is None else start.deadline.share_s(0.5)
+    return searched((best, *alike), _priced_alone, device_budget(job.cluster, constraints), limit_s)
 
 
 def _cut(plan: Plan) -> tuple[int, list[tuple[int, int]]]:

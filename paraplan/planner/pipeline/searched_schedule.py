@@ -11,7 +11,9 @@ would wait for each other). Where the simulation holds more than the costs say, 
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -41,15 +43,16 @@ Times = dict[tuple[int, ActionKind], float]
 Bytes = dict[tuple[int, ActionKind], int]
 
 
-def searched(named: Sequence[Plan], price: Callable[[Plan], Plan], budget: int) -> Plan:
+def searched(named: Sequence[Plan], price: Callable[[Plan], Plan], budget: int, limit_s: float = math.inf) -> Plan:
     """The fastest plan, of named schedules or a searched one.
 
     Args:
         named: priced pipelines of as many stages and microbatches each, the fastest that fits first.
         price: prices a pipeline.
         budget: bytes of a device.
+        limit_s: seconds for searches of schedules.
     """
-    best = named[0]
+    best, stop = named[0], time.perf_counter() + limit_s
     costs = stage_costs(best, named[1:])
     positions = len({mesh.devices for stage in best.stages for mesh in (stage.mesh, *stage.replicas)})
     limit = [budget] * positions
@@ -62,7 +65,7 @@ def searched(named: Sequence[Plan], price: Callable[[Plan], Plan], budget: int) 
             split_backward=any(_splits(plan) for plan in named),
             replicas=best.program.apart == 1 or not best.program.buffer_updates,  # written in microbatches' order
         )
-        found = search(problem)
+        found = search(problem, time_limit_s=max(stop - time.perf_counter(), 0.0))
         schedule = complete(SEARCHED, found.orders, costs, found.num_replicas)
         try:
             check_turns(best.program, best.num_microbatches, SEARCHED, schedule, len(best.stages))
