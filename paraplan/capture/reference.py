@@ -161,12 +161,13 @@ def run_step(
     parts = microbatches(program, batch)
     with torch.no_grad():
         given = [{f"batch:{name}": x for name, x in part.items()} for part in parts]
+        held = dict(buffers)
+        beside = {f"buffer:{name}": x for name, x in held.items()}  # class weights, say
         counts = [
-            sum(_present(run_graph(d.graph, [values[name] for name in d.inputs])[0]) for values in given)
+            sum(_present(run_graph(d.graph, [(values | beside)[name] for name in d.inputs])[0]) for values in given)
             for d in program.denominators
         ]
         loss, param_grads = torch.zeros(()), dict[str, Tensor]()
-        held = dict(buffers)
         for m, values in enumerate(given):
             values |= {f"buffer:{name}": x for name, x in held.items()}
             loss = loss + _pass(program, params, values, seeds, m * program.seeds, counts, scale, param_grads)
@@ -187,14 +188,18 @@ def microbatches(program: Program, batch: Mapping[str, Tensor]) -> list[dict[str
     return found
 
 
-def loss_shares(program: Program, batch: Mapping[str, Tensor]) -> dict[str, list[float]]:
+def loss_shares(program: Program, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """Per loss (by its name), what that of each microbatch counts in the step's: by its labels where it is a mean over
     labels, else all alike.
 
+    Args:
+        program: a captured model.
+        batch, buffers: as of `run_step`.
     Raises:
         ConstraintError: terms of one loss count differently, so that one number does not say it.
     """
-    parts = [{f"batch:{name}": x for name, x in part.items()} for part in microbatches(program, batch)]
+    beside = {f"buffer:{name}": x for name, x in buffers.items()}
+    parts = [{f"batch:{name}": x for name, x in part.items()} | beside for part in microbatches(program, batch)]
     found: dict[str, list[float]] = {}
     for term in program.loss:
         shares = [1 / len(parts)] * len(parts)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import paraplan
 from paraplan.capture import capture
+from paraplan.capture.reference import run_program
 from paraplan.ir.errors import CaptureError
 from paraplan.ir.model.program import Program
 from paraplan.ir.plan import Plan
@@ -98,6 +99,20 @@ def test_a_loss_equals_eager_on_one_device_and_under_data_parallel(name: str) ->
     program = program_of(name)
     for plan in (planned(program, 1, microbatches=1), planned(program, 2, dp=2, microbatches=1)):
         assert eager_error(plan, net(shape), batch(), loss_of) <= 1e-9
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *CURVED])
+def test_the_captured_program_alone_gives_a_loss_and_its_gradients(name: str) -> None:
+    """What plans are checked against; counts of class weights come from buffers."""
+    model = net((LINEAR | CURVED)[name]).double()
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    loss, grads = run_program(program_of(name), {name: x.detach() for name, x in params.items()}, buffers, wide())
+    own = loss_of(model, wide())
+    own.backward()
+    assert abs(float(loss) - float(own)) <= 1e-12
+    for name, x in params.items():
+        found = grads.get(name)
+        assert x.grad is None or (found is not None and torch.allclose(found, x.grad, atol=1e-12))
 
 
 @pytest.mark.parametrize("name", LINEAR)

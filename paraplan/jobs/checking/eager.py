@@ -170,7 +170,7 @@ class Eager:
 
     def _losses(self, batch: Tensors) -> Iterator[Tensor]:
         """The loss; where microbatches are batches by themselves, each one's share of it."""
-        shares = loss_shares(self.program, batch)
+        shares = loss_shares(self.program, batch, dict(self.model.named_buffers(remove_duplicate=False)))
         for m, part in enumerate(microbatches(self.program, batch)):
             yield self._loss(part, {name: each[m] for name, each in shares.items()})
 
