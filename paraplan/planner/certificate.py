@@ -24,10 +24,10 @@ PINNED = "; pinned:"
 """Before what was pinned, in a bound's scope."""
 
 IN_SPACE = (
-    "{count} combinations of pp, mesh (one axis, or two with the inner one in a node), microbatches, schedule and "
-    "stages a position, however stages are cut where a position has one, and evenly but for {spread} where it has "
-    "more; one sharding per segment kind, captured op order, no op taking less in all when its samples or its work are "
-    "divided further"
+    "{count} combinations of pp, mesh (one axis, or two with the inner one in a node), microbatches, named schedule "
+    "and stages a position, however stages are cut where a position has one, and evenly but for {spread} where it has "
+    "more; one sharding per segment kind, captured op order, no op or transfer taking less in all when its samples or "
+    "its work are divided further"
 )
 """Of what a joint search's bound is."""
 

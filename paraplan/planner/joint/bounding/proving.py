@@ -107,7 +107,7 @@ class SpaceProof:
 
 
 class BoundRounds:
-    """BoundRounds of refining by a process that has nothing else to do.
+    """Rounds of refining by a process that has nothing else to do.
 
     Args:
         workers, pricing: as of `SpaceProof`.

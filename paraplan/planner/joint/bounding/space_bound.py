@@ -24,8 +24,9 @@ whatever the time, the least of them is a bound.
 
 Where nothing is idle, ranks update on the average what all parameters take over all devices. Left out, so that the
 bound holds whatever is done: reductions of gradients in every microbatch, messages between positions, what calls hold
-for a moment. Assumed: an op takes no less time in total when its samples or its work are divided up further, and where
-positions have several stages, these are cut evenly but for one, or for as many as the best plan is; the scope says so.
+for a moment. Assumed: an op or a transfer takes no less time in total when its samples or its work are divided
+further, and where positions have several stages, these are cut evenly but for one, or for as many as the best plan is;
+the scope says so.
 """
 
 from __future__ import annotations
@@ -152,6 +153,9 @@ class SpaceBound:
         def coarser(each: Combination) -> Combination:
             return alike[largest[self.way(each)]]
 
+        def first_s(each: Combination) -> float:
+            return self.combination_s(each, undivided(each))
+
         def shared_out_s(each: Combination) -> float:
             return self._relaxed_s(each, undivided(each), best_s)
 
@@ -178,7 +182,6 @@ class SpaceBound:
             Level(in_order_s, key_of(own)),
             Level(within_s, self._key),
         )
-        first_s = lambda each: self.combination_s(each, undivided(each))  # noqa: E731
         return Refining(listed, first_s, levels, self._positions, best_s)
 
     def combination_s(self, combination: Combination, least: Least) -> float:
