@@ -11,7 +11,7 @@ import msgspec
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.tier_placement import HOST
 from paraplan.ir.machine.tiers import NEAREST
-from paraplan.ir.model.program import HALVES
+from paraplan.ir.model.program import HALVES, Program
 from paraplan.ir.option_words import OptionName, OptionValue, Phrase
 from paraplan.planner.constraints import Constraints
 
@@ -163,6 +163,23 @@ def check_param_names(constraints: Constraints, names: Iterable[str]) -> None:
                 f"params pins {name!r}, which the model does not have; its parameters have names such as "
                 f"{', '.join(near)}"
             )
+
+
+def check_microbatches(constraints: Constraints, program: Program) -> None:
+    """Refuse a number of microbatches that the batch does not divide into.
+
+    Raises:
+        ConstraintError: so it is.
+    """
+    count, size = constraints.microbatches, program.batch_size
+    if count is None or program.apart > 1 or size % count == 0:
+        return
+    divisors = [each for each in range(1, size + 1) if size % each == 0]
+    near = [*[each for each in divisors if each < count][-1:], *[each for each in divisors if each > count][:1]]
+    raise ConstraintError(
+        "{} does not divide a batch of {}; give {}",
+        *(OptionValue("microbatches", count), size, " or ".join(map(str, near))),
+    )
 
 
 def check_reduce_dtype(constraints: Constraints, precision: str) -> None:

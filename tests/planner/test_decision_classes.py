@@ -101,7 +101,7 @@ def test_faults_of_constraints_and_model(tiny_mlp) -> None:  # type: ignore[no-u
         ({"params": {"nope": "R/R/R"}}, "'nope', which the model does not have.*up.weight"),
         ({"params": {"up.weight": "shard"}}, r"params\['up.weight'\] = 'shard': give stored/grad/state"),
         ({"dp": 2, "microbatches": 8}, "batch of 8 does not divide over 2 data-parallel ranks in 8 microbatches"),
-        ({"microbatches": 3}, "does not divide into 3 microbatches"),
+        ({"microbatches": 3}, "microbatches=3 does not divide a batch of 8; give 2 or 4"),
     )
     for pins, message in faults:
         with pytest.raises(ConstraintError, match=message):

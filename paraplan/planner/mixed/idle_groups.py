@@ -27,7 +27,7 @@ from paraplan.planner.alternatives.tried import in_vain, kept, planned
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.contradictions import check_param_names, planning_time_s
+from paraplan.planner.contradictions import check_microbatches, check_param_names, planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import ended, found_until
 from paraplan.planner.mixed.group_sets import GroupSet, cluster_of, group_sets, said
@@ -66,6 +66,7 @@ def among_groups(
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
     check_param_names(constraints, job.program.params)
+    check_microbatches(constraints, job.program)
     if len(job.cluster.groups) == 1:
         return searches[0](job, constraints, time_limit_s, progress, certify)
     check_on_cluster(constraints, job.cluster)

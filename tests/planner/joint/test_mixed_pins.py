@@ -29,7 +29,7 @@ from tests.runtime.pipelines import account
         (Constraints(pp=2, stages=((0, 2), (2, 9))), "stage 1 is 2:9.*the model has 6"),
         (Constraints(pp=2, stages=((0, 2), (2, 5))), "stages end at segment 5, the model has 6"),
         (Constraints(pp=2, stages=((0, 1), (1, 2), (2, 6))), "3 stages cannot lie on pp=2"),
-        (Constraints(microbatches=3), "does not divide into 3 microbatches"),
+        (Constraints(microbatches=3), "microbatches=3 does not divide a batch of 256; give 2 or 4"),
         (Constraints(pp=2, microbatches=1, schedule="interleaved"), "give a multiple of 2"),
         (Constraints(pp=4, schedule="interleaved"), "more than the model's 6 segments"),
         (Constraints(pp=2, params={"layers.0.weight": "S7/S0/S0"}), "nothing is left for layers.0.weight"),

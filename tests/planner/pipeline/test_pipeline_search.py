@@ -304,7 +304,7 @@ def test_a_stage_may_have_nothing_to_train() -> None:
         ({"pp": 2, "schedule": "chimera", "microbatches": 1}, "1 microbatches; half of them go each way"),
         ({"pp": 2, "schedule": "nothing"}, "no schedule 'nothing'"),
         ({"pp": 2, "schedule": "interleaved", "microbatches": 1}, "1 microbatch"),
-        ({"pp": 2, "microbatches": 3}, "does not divide into 3 microbatches"),
+        ({"pp": 2, "microbatches": 3}, "microbatches=3 does not divide a batch of 4; give 2 or 4"),
     ],
 )
 def test_what_cannot_be_divided_is_said(pins: dict[str, object], message: str) -> None:
