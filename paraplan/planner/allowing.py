@@ -42,7 +42,6 @@ class PlanSearch(Protocol):
         progress: Progress,
         certify: bool,
         known: Sequence[BestPlan] = (),
-        asked_s: float | None = None,
     ) -> BestPlan: ...
 
 
@@ -58,7 +57,7 @@ def allowing(
     """The fastest plan that a search finds, not slower than what it finds where nothing leaves the device.
 
     Args:
-        search: with these arguments, with plans that it is to be faster than, and with the time limit as it is said.
+        search: with these arguments, and with plans that it is to be faster than.
         may_fit: whether anything may fit under some constraints, told quickly.
         job, constraints, time_limit_s, progress, certify: as of `search.search`.
     Raises:
@@ -70,11 +69,11 @@ def allowing(
     deadline, known = Deadline(time_limit_s), list[BestPlan]()
     with suppress(NoPlanError):
         if may_fit(job, kept, LEAST_SHARE * time_limit_s, progress):
-            known.append(search(job, kept, KEPT_SHARE * time_limit_s, progress, False, (), time_limit_s))
+            known.append(search(job, kept, KEPT_SHARE * time_limit_s, progress, False))
     try:
         with handing_on(known):
             left_s = max(time_limit_s - deadline.passed_s, LEAST_SHARE * time_limit_s)
-            found = search(job, constraints, left_s, progress, certify, known, time_limit_s)
+            found = search(job, constraints, left_s, progress, certify, known)
     except NoPlanError:
         if not known:
             raise

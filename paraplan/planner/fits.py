@@ -93,7 +93,7 @@ def search_room(
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
     try:
-        searches = partial(allowing, _search_room, _may_fit), _mixed_room
+        searches = partial(allowing, partial(_search_room, asked_s=time_limit_s), _may_fit), _mixed_room
         return among_groups(searches, job, constraints, time_limit_s, progress, certify)
     except NoPlanError as fault:
         raise fault.explained() from None
@@ -109,9 +109,11 @@ def _search_room(
     progress: Progress = lambda text: None,
     certify: bool = True,
     known: Sequence[BestPlan] = (),
-    asked_s: float | None = None,
+    *,
+    asked_s: float,
 ) -> BestPlan:
-    deadline = Deadline(planning_time_s(time_limit_s), time_limit_s if asked_s is None else asked_s)
+    """The plan of a part of the time that was asked for."""
+    deadline = Deadline(planning_time_s(time_limit_s), asked_s)
     time_limit_s = deadline.limit_s
     looks = constraints.reserve_bytes != 0 and all(group.device.backend == "cuda" for group in job.cluster.groups)
     first_s = (FIRST if looks else 1.0) * time_limit_s

@@ -44,9 +44,7 @@ class _Said:
         progress: Progress,
         certify: bool,
         known: Sequence[BestPlan] = (),
-        asked_s: float = 30.0,
     ) -> BestPlan:
-        assert asked_s == 30.0
         self.asked.append((constraints, time_limit_s))
         before = [self.steps[True]] if len(self.asked) == 2 and self.steps[True] else []
         assert [each.step_s for each in known] == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from functools import cache
 
 import msgspec
@@ -313,8 +314,11 @@ def test_notes_have_the_time_limit_that_was_asked_for(
         return search(job, constraints, time_limit_s, certify=False)
 
     monkeypatch.setattr(room_module, "find", searched)
-    notes = plan_by("paraplan", job(1 << 40), Constraints(**PINS), asked_s).plan.notes
-    assert says in notes[-1] and "limit of 1 s" not in notes[-1]
+    alone = job(1 << 40)
+    two = replace(alone, cluster=parse_cluster("2xH100+2xA100-80"))
+    for on, pins in ((alone, Constraints(**PINS)), (two, Constraints(pp=1, microbatches=1))):
+        said = [note for note in plan_by("paraplan", on, pins, asked_s).plan.notes if "plan may be found" in note]
+        assert len(said) == 1 and says in said[0]
 
 
 def test_meshes_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,19 +56,17 @@ SHORT = 0.02
 SHARED = 2.0
 """How much longer a draft may take where others are made beside it."""
 POOR = 1.5
-"""How much longer than what is estimated a plan may take for there to be no time for anything else."""
+"""How much longer than estimated a plan may take for there to be no time for anything else."""
 PROMISING = 0.01
 """How much shorter than the best plan another has to promise to be for time kept for other searches to go into it."""
 LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many microbatches."""
 ORDERED, ORDERED_LEFT, ORDERED_SHARE = 256, 0.25, 0.15
-"""Forwards of a step up to which the orders of the best pipeline are searched for; of the time limit, what has to be
-left for that; of what is left, what that may take."""
+"""Forwards of a step up to which the best pipeline's orders are searched for; of the limit, what is left then at least;
+of what is left, what that may take."""
 LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
 it."""
-PROVED_SHARE = 0.1
-"""Of the time limit, what a bound on all combinations may take at most where nothing else is to be done."""
 
 
 @dataclass
@@ -210,13 +208,20 @@ class JointSearch:
         named one's), and where positions of other groups may be faster than those of the first, of which bounds are."""
         return not (self.job.compiled or self.constraints.schedule == SEARCHED or len(self.job.cluster.groups) > 1)
 
+    def _go_on_proving(self, first: Estimate) -> None:
+        """Prove what can be while a plan is made, for that of it and the best that is thought to be faster."""
+        best = min(self.drafts, key=step_s, default=None)
+        if self._proof is not None and best is not None and best.step_s <= self._hoped_s(first):
+            self._proof.prepare(best.cut, best.step_s)
+        elif self._proof is not None and math.isfinite(first.step_s):
+            self._proof.prepare(first.bounds, first.step_s)
+
     def _begin_proof(self) -> None:
         """Prove what can be of every combination, beside what else is done."""
         if self._proof is not None and self.drafts:
             best = min(self.drafts, key=step_s)
             self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
-            within_s = 0.0 if self.is_interrupted else max(PROVED_SHARE * self.deadline.limit_s, 1.0)
-            self._proof.begin(best.cut, best.step_s, within_s, here=self.is_interrupted)
+            self._proof.begin(best.cut, best.step_s, at_once=self.is_interrupted)
 
     def _order_anew(self) -> None:
         """Search for a schedule of the stages of the best plan, a pipeline of few actions, where no schedule is pinned
@@ -278,16 +283,15 @@ class JointSearch:
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):
                 break
-            left = left_s / self.deadline.limit_s
-            if self._hoped_s(first) > (1 + self._promise.slack(first, left)) * self.best_s:
+            if self._hoped_s(first) > (1 + self._promise.slack(first, left_s / self.deadline.limit_s)) * self.best_s:
                 break
             waiting.remove(first)
             began_s = self.deadline.passed_s
             besides = (each for each in in_time if SHARED * effort.seconds(each.combination) <= left_s)
             others = sorted((each for each in besides if each is not first), key=rank)
             beside = self._beside(others[: MOST - 1])
-            if self._proof is not None and not beside and math.isfinite(first.step_s):
-                self._proof.prepare(first.bounds, first.step_s)
+            if not beside:
+                self._go_on_proving(first)
             for estimate, make in ((first, None), *beside):
                 if make is not None:
                     waiting.remove(estimate)

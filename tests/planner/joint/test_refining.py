@@ -108,14 +108,14 @@ def test_another_process_proves_what_this_one_would() -> None:
         proof.prepare(((0, 1), (1, len(job.program.segments))), 0.5)
         assert not workers.has_idle
         proof.pause()
-        proof.begin((), 1.0, 600.0)
+        proof.begin((), 1.0)
         found = proof.answer()
         assert workers.lost == 0
     assert found.least_s == pytest.approx(here.least_s, rel=2e-3) and found.spread == here.spread
     assert pricing.under_way == {}, "nothing was left to this process"
     alone = SpaceProof(pricing, listed, None)
     alone.prepare((), 1.0)
-    alone.begin((), 1.0, 600.0)
+    alone.begin((), 1.0)
     assert alone.answer() == here
 
 

@@ -18,8 +18,12 @@ from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.pricing import Pricing
 
 Cut = Sequence[tuple[int, int]]
+Task = tuple[Sequence[Combination], Cut, float]
+"""A space, and a plan's cut and step."""
 ROUND_S = 1.0
 """Seconds of a round, after which whoever waits is answered."""
+SHARE, LEAST_S = 0.1, 1.0
+"""Of the time limit, what it may take at most where nothing else is to be done; seconds that is at least."""
 
 
 class Bounded(NamedTuple):
@@ -76,27 +80,31 @@ class SpaceProof:
             cut, step_s: what the plan is expected to have.
         """
         if self.workers is not None and self.workers.has_idle:
-            self._rounds = BoundRounds(self.workers, self.pricing, (self.listed, cut, step_s), 0.0)
+            self._rounds = self._begun(self.workers, (self.listed, cut, step_s), 0.0)
+        elif self._rounds is not None:  # what is relaxed for one cut is as good for another
+            self._rounds.asked.clear()
 
     def pause(self) -> None:
         """Go on no more once the round that is under way ends."""
         if self._rounds is not None:
             self._rounds.asked.set()
 
-    def begin(self, cut: Cut, best_s: float, within_s: float, here: bool = False) -> None:
+    def begin(self, cut: Cut, best_s: float, at_once: bool = False) -> None:
         """Prove it for a plan.
 
         Args:
-            cut, best_s, within_s: as of `bound_of`; a process beside goes on after that time as well, until `answer`.
-            here: whether this process does it, when it is asked for.
+            cut, best_s: as of `bound_of`; a process beside goes on until `answer`, and after that for as long as it has
+                had less than its time for this plan.
+            at_once: whether this process says what is known at once, when it is asked.
         """
         self.pause()
         if self._rounds is not None:
             self._rounds.answer()
+        within_s = 0.0 if at_once else max(SHARE * self.pricing.deadline.limit_s, LEAST_S)
         task = self.listed, cut, best_s
-        is_beside = self.workers is not None and self.workers.has_idle and not here
         self.cut, self._within_s, self._task = cut, within_s, task
-        self._rounds = BoundRounds(self.workers, self.pricing, task, within_s) if self.workers and is_beside else None
+        is_beside = self.workers is not None and self.workers.has_idle and not at_once
+        self._rounds = self._begun(self.workers, task, within_s) if self.workers and is_beside else None
 
     def answer(self) -> Bounded:
         """What is proved for the plan it was begun for."""
@@ -104,6 +112,11 @@ class SpaceProof:
             return bound_of(self.pricing, *self._task, self._within_s)
         self._rounds.asked.set()
         return self._rounds.answer()
+
+    def _begun(self, workers: Workers, task: Task, within_s: float) -> BoundRounds:
+        """Rounds of a task, which what the last ones took for it counts for."""
+        before_s = self._rounds.took_s if self._rounds is not None and self._rounds.task == task else 0.0
+        return BoundRounds(workers, self.pricing, task, within_s, before_s)
 
 
 class BoundRounds:
@@ -113,19 +126,25 @@ class BoundRounds:
         workers, pricing: as of `SpaceProof`.
         task: the space, a plan's cut and step.
         within_s: seconds after which no other round begins once an answer is asked for.
+        before_s: of these, what is over.
     Attributes:
         asked: set once an answer is waited for.
         answer: waits for it.
     """
 
-    def __init__(
-        self, workers: Workers, pricing: Pricing, task: tuple[Sequence[Combination], Cut, float], within_s: float
-    ) -> None:
-        self.asked, self._within_s, self._began_s = Event(), within_s, time.perf_counter()
+    def __init__(self, workers: Workers, pricing: Pricing, task: Task, within_s: float, before_s: float) -> None:
+        self.task, self.asked, self._within_s = task, Event(), within_s
+        self._began_s = self._ended_s = time.perf_counter() - before_s
         self.answer = workers.begin(one_round, task, pricing, self._goes_on)
 
+    @property
+    def took_s(self) -> float:
+        """Seconds until the end of the last round."""
+        return self._ended_s - self._began_s
+
     def _goes_on(self, found: Bounded) -> bool:
-        left_s = self._within_s - (time.perf_counter() - self._began_s)
+        self._ended_s = time.perf_counter()
+        left_s = self._within_s - self.took_s
         return found.waiting_s < (left_s if self.asked.is_set() else float("inf"))
 
 
