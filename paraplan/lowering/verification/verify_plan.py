@@ -261,7 +261,10 @@ def _verify_tiers(plan: Plan, name: str, layouts: ParamLayouts, where: str) -> N
 
 
 def _verify_layout(text: str, shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: str, partial: bool) -> None:
-    layout = parse_layout(text)
+    try:
+        layout = parse_layout(text)
+    except InvalidPlanError as fault:
+        raise InvalidPlanError(f"{where}: {fault}") from None
     if len(layout) != len(mesh_shape):
         raise InvalidPlanError(f"{where}: layout {text!r} on a mesh of {len(mesh_shape)} axes")
     if not partial and any(isinstance(placement, Partial) for placement in layout):
