@@ -266,6 +266,18 @@ def test_experts_gradients_leave_with_those_of_inputs(schedule: str) -> None:
                 assert not any(instr.target == "paraplan.reshape_copy" for instr in block.instrs)
 
 
+@pytest.mark.parametrize(("schedule", "positions"), [("1f1b-zb", 4), ("interleaved-zb", 2)])
+def test_a_gradient_that_is_a_slice_of_what_the_other_half_reads(schedule: str, positions: int) -> None:
+    """A U-Net's of one sample that arrive in parts: a whole backward hands them on as halves do, which copy them."""
+    small = build("unet", 0.0)
+    program = capture(small.model, small.batch, loss_fn=small.loss_fn, precision="fp64")
+    pins = Constraints(mesh=(2,), pp=1, microbatches=program.batch_size)
+    one = search(job_of(program, 2), pins, certify=False).plan
+    plan = pipeline_of(one, schedule, positions, cut(len(program.segments), stages_of(schedule, positions)))
+    plan = msgspec.structs.replace(plan, parted_messages=True)
+    assert run(plan, small.model, small.batch) <= 1e-9
+
+
 class Remembering(nn.Module):
     """Every layer reads what the first one gives, as decoders do an encoder's output."""
 

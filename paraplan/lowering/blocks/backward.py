@@ -120,15 +120,12 @@ def lower_backward(
     again = (*forward.remat.again, *forward.remat.rerun)
     every = frozenset((*ops_of(kind, Phase.BACKWARD), *again))
     grads = frozenset(grad for grad in kind.param_grads if grad is not None)
-    whole = _lower_part(task, name, BlockRole.BACKWARD, every, grads, _Kept({}))[0] if ActionKind.B in halves else None
+    whole = _in_one(task, name, every, grads) if ActionKind.B in halves else None
     if whole is not None and len(halves) == 1:
         return whole
-    rerun = [out for index in forward.remat.rerun for out in kind.graph.ops[index].outs]
-    first = _needed_by(kind, every, (*kind.input_grads, *rerun))
-    beside = grads_beside(kind, first)
-    first |= _needed_by(kind, every, beside)
-    given, kept = _lower_part(task, f"{name}i", BlockRole.BACKWARD_INPUTS, first, beside, _Kept({}), every - first)
-    weights, _ = _lower_part(task, f"{name}w", BlockRole.BACKWARD_WEIGHTS, every - first, grads - beside, kept)
+    given, weights = _in_two(task, name, every, grads)
+    if whole is not None and (rows := _unlike(whole, given)):
+        whole, (given, weights) = _in_one(task, name, every, grads, rows), _in_two(task, name, every, grads, rows)
     partial = tuple(a or b for a, b in zip(given.partial, weights.partial, strict=True))
     if whole is None:
         return LoweredBackward(given.block, given.grads, given.early, partial, (given, weights))
@@ -138,6 +135,34 @@ def lower_backward(
             "that splits the backwards of all microbatches, or of none"
         )
     return replace(whole, parts=(given, weights))
+
+
+def _unlike(whole: LoweredBackward, given: LoweredBackward) -> frozenset[int]:
+    """The inputs whose gradients lie alike but for their strides: what a half keeps for the other may share their
+    storage, so that it hands on a copy."""
+    pairs = enumerate(zip(whole.grads, given.grads, strict=True))
+    return frozenset(slot for slot, (a, b) in pairs if a is not None and b is not None and a.strides != b.strides)
+
+
+def _in_one(
+    task: _Task, name: str, every: frozenset[int], grads: frozenset[str], rows: Collection[int] = ()
+) -> LoweredBackward:
+    """All of a backward in a block; `rows` as of `_lower_part`."""
+    return _lower_part(task, name, BlockRole.BACKWARD, every, grads, _Kept({}), rows=rows)[0]
+
+
+def _in_two(
+    task: _Task, name: str, every: frozenset[int], grads: frozenset[str], rows: Collection[int] = ()
+) -> tuple[LoweredBackward, LoweredBackward]:
+    """Its gradients of inputs and of parameters in a block each; `rows` as of `_lower_part`."""
+    kind = task.kind
+    rerun = [out for index in task.forward.remat.rerun for out in kind.graph.ops[index].outs]
+    first = _needed_by(kind, every, (*kind.input_grads, *rerun))
+    beside = grads_beside(kind, first)
+    first |= _needed_by(kind, every, beside)
+    later = every - first
+    given, kept = _lower_part(task, f"{name}i", BlockRole.BACKWARD_INPUTS, first, beside, _Kept({}), later, rows)
+    return given, _lower_part(task, f"{name}w", BlockRole.BACKWARD_WEIGHTS, later, grads - beside, kept)[0]
 
 
 def _needed_by(kind: SegmentKind, every: Collection[int], results: Collection[str | None]) -> frozenset[int]:
@@ -161,6 +186,7 @@ def _lower_part(
     weights: frozenset[str],
     given: _Kept,
     later: Collection[int] = (),
+    rows: Collection[int] = (),
 ) -> tuple[LoweredBackward, _Kept]:
     """A block of some of the backward's ops.
 
@@ -171,6 +197,7 @@ def _lower_part(
         weights: the gradients of parameters that it gives.
         given: what a part before it kept.
         later: ops of a part after it.
+        rows: inputs whose gradients are to lie row by row.
     Returns:
         The block and what it keeps for the later part.
     """
@@ -205,7 +232,7 @@ def _lower_part(
     partial, param_grads = param_grads_of(emitter, kind, context, weights)
     saved = tuple(local for local, _ in kept.values.values())
     own = {local for local, _ in forward.saved.values()} if at_once(task.choice) else frozenset[str]()
-    found = unshared(emitter, (*grads, *param_grads), saved, own | given.own)
+    found = unshared(emitter, (*grads, *param_grads), saved, own | given.own, rows)
     grads = found[: len(grads)]
     lies_at = tuple(
         None if local is None or layout is None else Given(layout, emitter.values[local].strides)

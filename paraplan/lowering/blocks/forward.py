@@ -9,7 +9,7 @@ block (`early`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,7 @@ from paraplan.ir.machine.mesh import Layout, P, R
 from paraplan.ir.machine.reshard import Move, reshard_path
 from paraplan.ir.model.graph import Op, Phase
 from paraplan.ir.model.program import SegmentKind
-from paraplan.ir.model.strides import is_dense
+from paraplan.ir.model.strides import contiguous_strides, is_dense
 from paraplan.ir.plan import KindChoice
 from paraplan.lowering.blocks.bundle import bundle_key
 from paraplan.lowering.blocks.emit import BlockEmitter
@@ -287,6 +287,7 @@ def unshared(
     results: tuple[str | None, ...],
     saved: tuple[str, ...] = (),
     own: AbstractSet[str] = frozenset(),
+    rows: Collection[int] = (),
 ) -> tuple[str | None, ...]:
     """Results that own their storage: gradients are accumulated in place.
 
@@ -295,13 +296,15 @@ def unshared(
         results: local names.
         saved: local names whose storage is somebody else's.
         own: inputs of the block that nobody else holds.
+        rows: those that are to lie row by row, by their place.
     """
     taken = (set(emitter.inputs) - own) | {emitter.values[local].base for local in saved}
     found: list[str | None] = []
     for local in results:
         if local is not None:
             value = emitter.values[local]
-            if value.base in taken or not is_dense(value.shape, value.strides):
+            by_rows = len(found) not in rows or value.strides == contiguous_strides(value.shape)
+            if value.base in taken or not is_dense(value.shape, value.strides) or not by_rows:
                 local = emitter.copy_rows(local, f"{local}^own{len(found)}")
                 value = emitter.values[local]
             taken.add(value.base)
