@@ -32,9 +32,10 @@ def interleaved(num_positions: int, num_microbatches: int, stages_per_position: 
         )
     if num_microbatches % num_positions:
         below = num_microbatches - num_microbatches % num_positions
+        near = " or ".join(str(each) for each in (below, below + num_positions) if each)
         raise ConstraintError(
             f"schedule interleaved: {num_microbatches} microbatches on {num_positions} positions; give a multiple of "
-            f"{num_positions}, such as {below or num_positions} or {below + num_positions}"
+            f"{num_positions}, such as {near}"
         )
     size, v, total = num_positions, stages_per_position, num_microbatches * stages_per_position
 
