@@ -176,7 +176,7 @@ def test_hanayo(p: int, m: int, waves: int) -> None:
     ("name", "p", "m", "v", "message"),
     [
         ("interleaved", 4, 6, 2, "6 microbatches on 4 positions; give a multiple of 4, such as 4 or 8"),
-        ("interleaved", 4, 3, 2, "such as 4 or 4"),
+        ("interleaved", 4, 3, 2, "such as 4$"),
         ("interleaved", 4, 4, 1, "1 stages a position; it takes 2, 3"),
         ("chimera", 4, 5, 1, "5 microbatches; half of them go each way, so give an even number, such as 6"),
         ("chimera", 3, 4, 1, "3 positions; half of them"),
