@@ -18,6 +18,7 @@ what is certified. That nothing is found within a lower budget proves nothing ab
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ from paraplan.planner.deadline import FIRST, Deadline
 from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
-from paraplan.planner.one_stage.all_sharded import all_sharded
+from paraplan.planner.one_stage.all_sharded import all_sharded, divided
 from paraplan.planner.one_stage.nearest_plan import how_near
 from paraplan.planner.one_stage.on_mesh import MOST_LATE
 from paraplan.planner.one_stage.roomier import WORSE, gathering_later, needed_bytes, others_with_room, with_room
@@ -189,7 +190,7 @@ def _all_sharded(
 ) -> Iterator[BestPlan | None]:
     """Plans with everything sharded and made again, None for each that does not fit; when it is late, a few."""
     budget = device_budget(job.cluster, constraints)
-    for number, pins in enumerate(all_sharded(job, constraints)):
+    for number, pins in enumerate(itertools.chain(all_sharded(job, constraints), divided(job, constraints))):
         if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
             return
         with suppress(ConstraintError):

@@ -9,7 +9,8 @@ positions (GEMS, Chimera) are left out: their copies would have to be sharded al
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -26,6 +27,10 @@ from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.schedules.named import NAMED
 from paraplan.rules.time_axis import program_micro
 
+Division = tuple[tuple[PositionSpan, ...], tuple[int, ...]]
+"""The positions of every group, and the microbatches that all of them can take."""
+COARSE = 4
+"""How many times fewer microbatches are looked at next, first."""
 MOST_SPANS = 4096
 """Ways to divide the groups beyond which positions of a group are as few or as many as they can be."""
 
@@ -96,7 +101,7 @@ def span_options(job: Job, constraints: Constraints, group: int) -> dict[Positio
     return found
 
 
-def divisions(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]:
+def divisions(job: Job, constraints: Constraints) -> Iterator[Division]:
     """Ways to divide all groups into positions, in the order of the cluster, and the microbatches each can take, the
     most first."""
     options = [span_options(job, constraints, group) for group in range(len(job.cluster.groups))]
@@ -111,6 +116,22 @@ def divisions(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[Positi
         shared = frozenset.intersection(*(options[at][span] for at, span in enumerate(spans)))
         if shared:
             yield spans, tuple(sorted(shared, reverse=True))
+
+
+def coarse_counts(ways: Sequence[Division]) -> list[int]:
+    """Of their numbers of microbatches a few: the most, and each time `COARSE` times fewer."""
+    every = sorted({count for _, counts in ways for count in counts}, reverse=True)
+    few = every[:1]
+    for count in every:
+        if COARSE * count <= few[-1]:
+            few.append(count)
+    return few
+
+
+def near_counts(ways: Sequence[Division], near: int) -> list[int]:
+    """Their numbers of microbatches between two of those few, the nearest first."""
+    every = {count for _, counts in ways for count in counts if near < COARSE * count and count < COARSE * near}
+    return sorted(every, key=lambda count: (abs(math.log(count / near)), count))
 
 
 def _fewest_and_most(options: dict[PositionSpan, frozenset[int]]) -> dict[PositionSpan, frozenset[int]]:

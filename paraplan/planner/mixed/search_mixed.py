@@ -34,7 +34,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import Interrupted
 from paraplan.planner.mixed.links import Handing
-from paraplan.planner.mixed.listing import divisions, group_orders, scheduled
+from paraplan.planner.mixed.listing import Division, coarse_counts, divisions, group_orders, near_counts, scheduled
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate, MixedPricer, shifted
 from paraplan.planner.mixed.mixed_plan import MixedCase
 from paraplan.planner.mixed.positions import MixedPipeline, Position, PositionSpan, device_budgets, span_meshes
@@ -55,8 +55,8 @@ QUICK = 1500
 SHARED, LEAST_FILL = 400, 0.25
 """Divisions, microbatches and shardings of which every schedule and order is looked at, those of least work first, with
 the least of a 1F1B schedule's bubble that others leave."""
-COARSE, FIRST_SHARE = 4, 0.6
-"""How many times fewer microbatches are looked at next, first; of the time for prices, for that."""
+FIRST_SHARE = 0.6
+"""Of the time for prices, for few numbers of microbatches."""
 ESTIMATED = 32
 """Pipelines whose cut is searched: the best by the closed form."""
 FEWEST, NEAR = 8, 1.2
@@ -107,9 +107,10 @@ class MixedSearch:
     faults: list[ParaplanError] = field(default_factory=list)
     less: dict[int, int] = field(default_factory=dict)
     is_interrupted: bool = False
+    _planned: set[object] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        limit_s = PRICED_SHARE * self.deadline.limit_s
+        limit_s, self._late_s = (share * self.deadline.limit_s for share in (PRICED_SHARE, ESTIMATED_SHARE))
         self.prices = SpanPrices(self.job, self.constraints, self.progress, limit_s)
         self.handing = Handing(self.job.cluster)
 
@@ -125,6 +126,7 @@ class MixedSearch:
             most[group] = max(most.get(group, 0), nbytes)
         self.less = {group: self.less.get(group, 0) + nbytes for group, nbytes in most.items()}
         self.best = None
+        self._planned.clear()
 
     def found(self) -> tuple[Realised, MixedCase]:
         """The fastest plan found.
@@ -139,8 +141,12 @@ class MixedSearch:
         ways, estimates = list(divisions(self.job, c)), list[MixedEstimate]()
         try:
             self._price(ways)
-            estimates = self.estimates(ways)
-            self._plan_promising(estimates)
+            while True:
+                estimates = self.estimates(ways)
+                was_late = self._is_late
+                self._plan_promising(estimates)
+                if self.deadline.is_over or not (self._goes_on(ways) or was_late):
+                    break
             if self.best is not None:
                 return self._finished(self.best), self.best.case
         except KeyboardInterrupt:
@@ -150,18 +156,27 @@ class MixedSearch:
             return self.best.whole, self.best.case
         raise self._nothing(bool(estimates))
 
-    def _price(self, ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]) -> None:
-        """Price few numbers of microbatches, each `COARSE` times fewer than the last, and those near their best."""
-        every = sorted({count for _, counts in ways for count in counts}, reverse=True)
-        few = every[:1]
-        for count in every:
-            if COARSE * count <= few[-1]:
-                few.append(count)
-        self.prices.price(_of(ways, few), FIRST_SHARE)
+    def _price(self, ways: Sequence[Division]) -> None:
+        """Price few numbers of microbatches, and those near their best."""
+        self.prices.price(ways, coarse_counts(ways), FIRST_SHARE)
+        self._price_near(ways)
+
+    def _price_near(self, ways: Sequence[Division]) -> bool:
+        """Price numbers of microbatches near the best's, the nearest first; whether some are known that were not."""
+        known = self.prices.num_known
         best = min(self._listed(ways), key=lambda each: each[0], default=None)
-        if best is not None:
-            near = best[1].microbatches
-            self.prices.price(_of(ways, [count for count in every if near < COARSE * count and count < COARSE * near]))
+        pipeline = self.best.case.pipeline if self.best is not None else best and best[1]
+        for count in near_counts(ways, pipeline.microbatches) if pipeline else ():
+            self.prices.price(ways, [count])
+        return self.prices.num_known > known
+
+    def _goes_on(self, ways: Sequence[Division]) -> bool:
+        """Have what is left of the time, in the shares that all of it had; whether anything is priced in it that was
+        not."""
+        passed_s, left_s = self.deadline.passed_s, self.deadline.limit_s - self.deadline.passed_s
+        self._late_s = passed_s + ESTIMATED_SHARE * left_s
+        self.prices.allow(PRICED_SHARE * left_s)
+        return self._price_near(ways)
 
     def _nothing(self, is_estimated: bool) -> ConstraintError | SolverLimitError:
         """Why no pipeline was found: what is pinned, where nothing else is known to be in the way."""
@@ -174,7 +189,7 @@ class MixedSearch:
             f"no pipeline over the differing groups of {cluster} was found{': ' * bool(self.over)}{self.over}"
         )
 
-    def estimates(self, ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]) -> list[MixedEstimate]:
+    def estimates(self, ways: Sequence[Division]) -> list[MixedEstimate]:
         """Of the best by the closed form, the most promising first."""
         quick: list[tuple[float, int, MixedPipeline, tuple[Position, ...]]] = []
         numbers = itertools.count()
@@ -214,11 +229,9 @@ class MixedSearch:
 
     @property
     def _is_late(self) -> bool:
-        return self.deadline.passed_s > ESTIMATED_SHARE * self.deadline.limit_s
+        return self.deadline.passed_s > self._late_s
 
-    def _listed(
-        self, ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]]
-    ) -> Iterator[tuple[float, MixedPipeline, tuple[StagePrices, ...]]]:
+    def _listed(self, ways: Sequence[Division]) -> Iterator[tuple[float, MixedPipeline, tuple[StagePrices, ...]]]:
         """Pipelines in every order of the groups, under every schedule, of the divisions and shardings of least work;
         each with what it takes at least by the closed form."""
         shared: list[tuple[float, int, tuple[PositionSpan, ...], int, tuple[StagePrices, ...]]] = []
@@ -253,10 +266,14 @@ class MixedSearch:
     def _plan_promising(self, estimates: Sequence[MixedEstimate]) -> None:
         in_vain_count = 0
         for estimate in estimates:
+            key = estimate.pipeline.text(self.job.cluster), estimate.bounds
+            if key in self._planned:
+                continue
             late = self.deadline.is_over and (self.best is not None or in_vain_count)
             if late or in_vain_count >= MOST or estimate.step_s > (1 + SLACK) * self.best_s:
                 break
             before = self.best_s
+            self._planned.add(key)
             self._plan(estimate)
             in_vain_count = 0 if self.best_s < before else in_vain_count + 1
 
@@ -319,13 +336,6 @@ class MixedSearch:
                 if case.fits(tried) and tried.simulation.step_s < made.simulation.step_s:
                     return tried
         return None
-
-
-def _of(
-    ways: Sequence[tuple[tuple[PositionSpan, ...], tuple[int, ...]]], chosen: Sequence[int]
-) -> Iterator[tuple[PositionSpan, int]]:
-    """The spans of some ways with those of their microbatches that are chosen."""
-    return ((span, count) for spans, counts in ways for span in spans for count in counts if count in chosen)
 
 
 def allows_mixed(job: Job, constraints: Constraints) -> bool:

@@ -6,7 +6,7 @@ equal in all share prices. As the others hold a part of the model, it is priced 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -19,7 +19,7 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.pricing import PRICED_SHARE, Pricing
 from paraplan.planner.mixed.group_sets import cluster_of
-from paraplan.planner.mixed.listing import inner_constraints
+from paraplan.planner.mixed.listing import Division, inner_constraints
 from paraplan.planner.mixed.positions import PositionSpan
 from paraplan.planner.pipeline.prices.shorten import runs_of, shortened
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
@@ -51,20 +51,31 @@ class SpanPrices:
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.limit_s)
 
+    @property
+    def num_known(self) -> int:
+        """Kinds of positions that are priced."""
+        return sum(len(each.prices) for each in self._pricings.values())
+
+    def allow(self, seconds: float) -> None:
+        """So many seconds from now on for pricing."""
+        self._deadline = Deadline(seconds)
+
     def budget(self, group: int) -> int:
         """Bytes that a device of a group may hold."""
         return device_budget(self.job.cluster, self.constraints, group)
 
-    def price(self, wanted: Iterable[tuple[PositionSpan, int]], share: float = 1.0) -> None:
-        """Price what spans and microbatches need, each group kind in its share of the time.
+    def price(self, ways: Sequence[Division], chosen: Collection[int], share: float = 1.0) -> None:
+        """Price what spans need in some numbers of microbatches, each group kind in its share of the time.
 
         Args:
-            wanted: spans, each with microbatches; what is known already is not priced again.
+            ways: to divide the groups; what is known already is not priced again.
+            chosen: numbers of microbatches.
             share: of the time left, for all of it.
         """
         listed: dict[bytes, dict[Combination, None]] = {}
         first: dict[bytes, int] = {}
-        for span, count in wanted:
+        wanted = ((spans, count) for spans, counts in ways for count in counts if count in chosen)
+        for span, count in ((span, count) for spans, count in wanted for span in spans):
             kind = self._kind(span.group)
             first.setdefault(kind, span.group)
             listed.setdefault(kind, {})[_combination(span, count)] = None

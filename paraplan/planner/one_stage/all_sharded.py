@@ -3,12 +3,15 @@
 All parameters and states are sharded over all devices, all activations are made again, and the step takes as many
 microbatches as it may: by data-parallel ranks (ZeRO-3), by tensor- and sequence-parallel ones, or by both. With that
 pinned, a plan of one stage is one small problem, solved in about a second. Where states and parameters may leave the
-device they do. Nothing else holds much less, so where none of these fits, a search is given up.
+device they do. Little else holds less. Where segments are small, one made again may be more than what all of them save,
+and gradients that add up more than microbatches save, so that the same degrees follow with these left open (`divided`).
+Where none fits, a search is given up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 
@@ -37,10 +40,8 @@ def all_sharded(job: Job, constraints: Constraints) -> Iterator[Constraints]:
     if constraints.pp not in (None, 1) or constraints.schedule is not None or constraints.stages is not None:
         return
     n, seen = job.cluster.num_devices, [constraints]
-    free = [each is None for each in (constraints.mesh, constraints.cp, constraints.ep)]
-    degrees = [1, n, *(size for size in range(2, n) if n % size == 0)] if all(free) and n > 1 else [0]
     placed = _leanest(constraints)
-    for tp in degrees:
+    for tp in _degrees(constraints, n) or [0]:
         pins = _pinned(placed, tp, n)
         try:
             check_constraints(pins, n)
@@ -53,6 +54,31 @@ def all_sharded(job: Job, constraints: Constraints) -> Iterator[Constraints]:
             yield pins
 
 
+def divided(job: Job, constraints: Constraints) -> Iterator[Constraints]:
+    """What is pinned with degrees that divide everything, and all else left open.
+
+    Args:
+        job, constraints: as of `all_sharded`.
+    """
+    if constraints.pp not in (None, 1) or constraints.schedule is not None or constraints.stages is not None:
+        return
+    n, placed = job.cluster.num_devices, _leanest(constraints)
+    for tp in _degrees(constraints, n):
+        pins = msgspec.structs.replace(_degree(placed, tp, n), pp=1)
+        with suppress(ConstraintError):
+            check_constraints(pins, n)
+            if pins != constraints and candidate_meshes(job, pins):
+                yield pins
+
+
+def _degrees(constraints: Constraints, devices: int) -> list[int]:
+    """Degrees of tensor parallelism, those of the least traffic first; none where other degrees are pinned."""
+    free = [each is None for each in (constraints.mesh, constraints.cp, constraints.ep)]
+    if not all(free) or devices == 1:
+        return []
+    return [1, devices, *(size for size in range(2, devices) if devices % size == 0)]
+
+
 def _leanest(constraints: Constraints) -> Constraints:
     """The constraints with states and parameters off the device, as far as they may be."""
     place = max(constraints.places, key=lambda each: (each.params != "", each.states != "", each.update == HOST))
@@ -62,12 +88,15 @@ def _leanest(constraints: Constraints) -> Constraints:
 def _pinned(constraints: Constraints, tp: int, devices: int) -> Constraints:
     """The constraints with a degree of tensor parallelism, and data parallelism beside it; 0: with what they have."""
     c = msgspec.structs.replace(constraints, pp=1, recompute=constraints.recompute or "full")
-    if not tp:
-        return c
+    return msgspec.structs.replace(_degree(c, tp, devices), sp=c.sp or (c.tp or tp) > 1) if tp else c
+
+
+def _degree(c: Constraints, tp: int, devices: int) -> Constraints:
+    """With a degree of tensor parallelism, data parallelism beside it, and nothing whole on every rank."""
     tp = c.tp or tp
     dp = c.dp if c.dp is not None else devices // tp
     zero = c.zero if c.zero is not None or dp == 1 else 3
-    return msgspec.structs.replace(c, dp=dp, tp=None if tp == 1 else tp, sp=c.sp or tp > 1, zero=zero)
+    return msgspec.structs.replace(c, dp=dp, tp=None if tp == 1 else tp, zero=zero)
 
 
 def _most(job: Job, pins: Constraints, mesh: Mesh) -> int:

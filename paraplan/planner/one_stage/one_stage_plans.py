@@ -15,11 +15,14 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.meshes import candidate_meshes, meshes_free
+from paraplan.planner.sharding.expert_pins import has_experts
 
 USUAL_SHARE = 0.25
 """Of the time limit, for plain data parallelism to be planned before all else."""
 MESHES = 6
 """Of one stage, up to which each is solved."""
+LEAN_SHARE = 0.5
+"""Likewise for what needs little memory, where plain data parallelism does not fit."""
 LATE_SHARE = 0.85
 """Of the time limit, after which nothing more is laid out by hand, nor solved on the best mesh."""
 NEARLY = 1.02
@@ -69,12 +72,21 @@ class OneStagePlans:
     def plan_usual(self) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
         does not fit in one microbatch, the others may recompute, if one stage has few meshes: there it takes a second.
+        Where none fits, what is divided otherwise: experts, or matrices.
         """
         n = self.job.cluster.num_devices
         pinned = is_piped(self.constraints) or self.constraints.recompute is not None
-        if pinned or not meshes_free(self.constraints) or self.job.program.batch_size % n:
+        if pinned or not meshes_free(self.constraints):
             return
+        if self.job.program.batch_size % n == 0:
+            self._plan_data_parallel(n)
+        self.is_tight |= not self.drafts and len(candidate_meshes(self.job, self.constraints)) <= MESHES
+        for degrees in self._divided(n) if self.is_tight and not self.drafts else ():
+            late = self.deadline.passed_s > LEAN_SHARE * self.deadline.limit_s
+            if late or self._fits(partial(self.make, again=False), None, **degrees):
+                break
 
+    def _plan_data_parallel(self, n: int) -> None:
         known = len(self.drafts)
 
         def fits(zero: int, recompute: str | None = "none") -> bool:
@@ -105,9 +117,10 @@ class OneStagePlans:
             alone_s: the shortest step that one stage was estimated at, whether it was made or not.
             certify: whether to bound what is found.
         """
-        node, n = min(group.devices_per_node for group in self.job.cluster.groups), self.job.cluster.num_devices
-        if self.is_tight and n % node == 0 and not self.deadline.is_over:
-            self._fits(self.make, None, tp=node, **({} if n == node else {"dp": n // node}))
+        n = self.job.cluster.num_devices
+        for degrees in self._divided(n) if self.is_tight else ():
+            if _key(None, degrees) not in self._tried and not self.deadline.is_over:
+                self._fits(self.make, None, **degrees)
         if is_piped(self.constraints) or self.deadline.is_over:
             return
         best = min(self.drafts, key=step_s, default=None)
@@ -156,6 +169,15 @@ class OneStagePlans:
                 return
             if _key(recompute, degrees) not in self._tried:
                 self._fits(partial(self.make, again=False), recompute, **degrees)
+
+    def _divided(self, n: int) -> list[dict[str, int]]:
+        """What divides parameters without gathering all of them: experts over all devices, matrices inside nodes."""
+        node, found = min(group.devices_per_node for group in self.job.cluster.groups), list[dict[str, int]]()
+        if self.job.program.batch_size % n == 0 and has_experts(self.job.program, n):
+            found.append({"dp": n, "ep": n, "zero": 3})
+        if n % node == 0:
+            found.append({"tp": node} if n == node else {"tp": node, "dp": n // node})
+        return found
 
     @property
     def _is_late(self) -> bool:

@@ -103,6 +103,14 @@ def expert_axis(program: Program, size: int) -> ExpertAxis:
     return ExpertAxis(frozenset(slots), must, may)
 
 
+def has_experts(program: Program, size: int) -> bool:
+    """Whether a program has experts that divide over an axis of that size."""
+    try:
+        return bool(expert_axis(program, size).slots)
+    except ConstraintError:
+        return False
+
+
 class _KindExperts:
     """Finds stacks, and follows the dim of their experts through a kind's joint graph."""
 

@@ -38,7 +38,7 @@ def searched(on: ClusterSpec, of: Program, pins: Constraints) -> tuple[MixedSear
     """A search whose spans are priced, and the best estimate of every division and order of the groups."""
     made = MixedSearch(job(on, of), pins, lambda _: None, Deadline(60.0))
     ways = list(divisions(made.job, pins))
-    made.prices.price((span, count) for spans, counts in ways for span in spans for count in counts)
+    made.prices.price(ways, {count for _, counts in ways for count in counts})
     found: dict[object, MixedEstimate] = {}
     for estimate in itertools.chain.from_iterable(made.estimates([way]) for way in ways):
         found.setdefault(estimate.pipeline.spans, estimate)
