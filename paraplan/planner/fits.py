@@ -18,7 +18,6 @@ what is certified. That nothing is found within a lower budget proves nothing ab
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -190,7 +189,9 @@ def _all_sharded(
 ) -> Iterator[BestPlan | None]:
     """Plans with everything sharded and made again, None for each that does not fit; when it is late, a few."""
     budget = device_budget(job.cluster, constraints)
-    for number, pins in enumerate(itertools.chain(all_sharded(job, constraints), divided(job, constraints))):
+    ways = list(all_sharded(job, constraints))
+    ways += [each for each in divided(job, constraints) if each not in ways]
+    for number, pins in enumerate(ways):
         if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
             return
         with suppress(ConstraintError):
