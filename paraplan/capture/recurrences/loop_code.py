@@ -9,22 +9,33 @@
                                          h, = loop.ends(locals(), ("h",))
                                          out = loop.collected(out)
 
-A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts. Two recorded steps say nothing of
-what a body hides from them: a tensor changed in place that has other names, a history read at some distance, a state
-that a cell, a closure or an object keeps. So a body may do no more than give names to expressions of torch's functions
-and methods that change nothing (`_is_pure`) and append to lists it does not read (`_body_is_pure`); all other loops are
-run step by step. Lines stay where they were.
+A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts. What a body calls or takes parts of
+is asked about when the loop runs where its text does not say that it is pure (`loop_purity`): `self.cell(x, h)` becomes
+`loop.pure(self.cell)(x, h)`, `scale[0]` becomes `loop.fixed(scale)[0]`, and `total += h` becomes
+`total = loop.added(total, "+", h)`. All other loops are run step by step. Lines stay where they were.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
-from torch import Tensor
+from paraplan.capture.recurrences.loop_purity import (
+    ADDED,
+    append_of,
+    appended_names,
+    body_is_pure,
+    is_surely_called,
+    is_surely_taken_of,
+    names_in,
+    stored_names,
+    used_names,
+)
 
 HELPER = "__paraplan_loop__"
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
@@ -44,7 +55,7 @@ def looped_code(function: types.FunctionType) -> types.CodeType | None:
     ast.increment_lineno(tree, first - 1)
     code = function.__code__
     rewriter = _Rewriter(code.co_filename, made)
-    made.body = [each for statement in made.body for each in rewriter.statement(statement)]
+    made.body = rewriter.block(made.body)
     if not rewriter.count:
         return None
     made.decorator_list = []
@@ -70,18 +81,22 @@ class _Rewriter:
     def __init__(self, path: str, function: ast.FunctionDef) -> None:
         self.path, self.function, self.count = path, function, 0
 
-    def statement(self, node: ast.stmt, within: bool = False) -> list[ast.stmt]:
-        """What stands for a statement; `within`: it is run again and again."""
+    def block(self, body: Sequence[ast.stmt], within: bool = False) -> list[ast.stmt]:
+        """What stands for statements; `within`: they are run again and again."""
+        known = [copy.deepcopy(each) for each in body]
+        return [each for at, line in enumerate(body) for each in self._statement(line, known[:at], within)]
+
+    def _statement(self, node: ast.stmt, lines: Sequence[ast.stmt], within: bool) -> list[ast.stmt]:
+        """What stands for a statement after others."""
         if isinstance(node, ast.For):
             before, looped = self._over_range(node)
-            if not within and _may_be_rolled(looped):
+            if not within and _may_be_rolled(looped, lines):
                 return [*before, *self._loop(looped, within)]
         repeats = within or isinstance(node, (ast.For, ast.While))
         for field in ("body", "orelse", "finalbody"):
             inner = getattr(node, field, None)
             if isinstance(inner, list) and inner and isinstance(inner[0], ast.stmt):
-                made = [each for statement in inner for each in self.statement(statement, repeats)]
-                setattr(node, field, made)
+                setattr(node, field, self.block(inner, repeats))
         return [node]
 
     def _over_range(self, node: ast.For) -> tuple[list[ast.stmt], ast.For]:
@@ -105,7 +120,7 @@ class _Rewriter:
     def _loop(self, node: ast.For, within: bool) -> list[ast.stmt]:
         name = f"__paraplan_loop_{self.count}__"
         self.count += 1
-        carried, made, lists = _carried(node), _stored(node), _appended(node)
+        carried, made, lists = _carried(node), stored_names(node), appended_names(node)
         after = [each for each in made if each not in carried and self._read_after(each, node, within)]
         indices = ast.unparse(node.iter)
         if isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "reversed":
@@ -115,7 +130,8 @@ class _Rewriter:
         leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
         collected = [f"{each} = {name}.collected({each})" for each in lists]
-        body = [_Appends(name).visit(statement) for statement in node.body]
+        asked = _Asked(name, node)
+        body = [_Appends(name).visit(asked.visit(statement)) for statement in node.body]
         node.iter = ast.Name(name, ast.Load())
         node.body = [*_parsed([enter], node), *body, *_parsed([leave], node)]
         return [*_parsed([begin], node), node, *_parsed([ends, *collected], node)]
@@ -131,6 +147,62 @@ class _Rewriter:
         )
 
 
+class _Asked(ast.NodeTransformer):
+    """Has a loop asked about what its text does not say: calls, parts, and what is added to.
+
+    Args:
+        name: the loop's.
+        loop: its code.
+    """
+
+    def __init__(self, name: str, loop: ast.For) -> None:
+        assert isinstance(loop.target, ast.Name)
+        self.name, self.index, self.stored = name, loop.target.id, set(stored_names(loop))
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        """A call of what is to be pure."""
+        is_sure = is_surely_called(node, self.stored)
+        self.generic_visit(node)
+        return node if is_sure else _at(node, ast.Call(self._of("pure", node.func), node.args, node.keywords))
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.Subscript:
+        """A part of what is to be fixed."""
+        is_sure = is_surely_taken_of(node, self.index, self.stored)
+        self.generic_visit(node)
+        return node if is_sure else _at(node, ast.Subscript(self._of("fixed", node.value), node.slice, node.ctx))
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
+        """A sum in place."""
+        assert isinstance(node.target, ast.Name)
+        value = self.visit(node.value)
+        read = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)
+        added = self._of("added", read, ast.copy_location(ast.Constant(ADDED[type(node.op)]), node), value)
+        return _at(node, ast.Assign([node.target], added))
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:
+        """Its value alone: what a name is declared as is no call."""
+        node.value = None if node.value is None else self.visit(node.value)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        """What is appended."""
+        if (call := append_of(node)) is not None:
+            call.args = [self.visit(each) for each in call.args]
+        return node
+
+    def _of(self, what: str, *given: ast.expr) -> ast.Call:
+        made = ast.Call(ast.Attribute(ast.Name(self.name, ast.Load()), what, ast.Load()), list(given), [])
+        return _at(given[0], made)
+
+
+_Node = TypeVar("_Node", bound=ast.AST)
+
+
+def _at(place: ast.AST, node: _Node) -> _Node:
+    """A part of the code at another's place, with what in it has none."""
+    return ast.fix_missing_locations(ast.copy_location(node, place))
+
+
 class _Appends(ast.NodeTransformer):
     """`x.append(y)` as a statement is the loop's."""
 
@@ -139,7 +211,7 @@ class _Appends(ast.NodeTransformer):
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         """Rewrites one statement."""
-        if (call := _append_of(node)) is None:
+        if (call := append_of(node)) is None:
             return node
         made = _parsed([f"{self.loop}.append(None, None)"], node)[0]
         assert isinstance(made, ast.Expr) and isinstance(made.value, ast.Call)
@@ -188,8 +260,8 @@ def _is_plain(node: ast.expr) -> bool:
     return not isinstance(node, ast.Starred)
 
 
-def _may_be_rolled(node: ast.For) -> bool:
-    """Whether a loop is one that its steps say all of."""
+def _may_be_rolled(node: ast.For, before: Sequence[ast.stmt]) -> bool:
+    """Whether a loop may be one that its steps say all of; `before`: the statements of its block before it."""
     source = node.iter
     if isinstance(source, ast.Call) and ast.unparse(source.func) == "reversed" and len(source.args) == 1:
         source = source.args[0]
@@ -202,128 +274,17 @@ def _may_be_rolled(node: ast.For) -> bool:
         return False
     if any(isinstance(each, (ast.Attribute, ast.Starred)) and isinstance(each.ctx, ast.Store) for each in inside):
         return False
-    if any(isinstance(each, ast.Expr) and _append_of(each) is None and not _is_text(each) for each in inside):
-        return False
     index = node.target.id
-    if not _body_is_pure(node, index):
+    if not body_is_pure(node, before):
         return False
     if any(isinstance(each, ast.Name) and each.id == index and isinstance(each.ctx, ast.Store) for each in inside):
         return False
-    return any(isinstance(each, ast.Subscript) and index in _names(each.slice) for each in inside)
-
-
-_PURE = (
-    *(ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.Attribute, ast.Subscript, ast.Call, ast.keyword),
-    *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
-)
-"""What expressions of a body may consist of."""
-_MODULES = frozenset({"torch", "torch.special", "torch.linalg", "torch.nn.functional", "nn.functional", "F"})
-
-
-def _body_is_pure(node: ast.For, index: str) -> bool:
-    """Whether a body does nothing but give names to pure expressions, and append to lists that it does not read."""
-    stored, lists = set(_stored(node)), _appended(node)
-    for statement in node.body:
-        if isinstance(statement, ast.Expr) and (call := _append_of(statement)) is not None:
-            values = call.args
-        elif isinstance(statement, ast.Expr) and _is_text(statement):
-            continue
-        elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            if not all(isinstance(each, (ast.Name, ast.Tuple)) for each in targets):
-                return False
-            values = [statement.value, *targets]
-        else:
-            return False
-        inside = [each for value in values for each in ast.walk(value)]
-        if not all(_is_pure(each, index, stored) for each in inside) or not _names_of(inside).isdisjoint(lists):
-            return False
-    return True
-
-
-def _is_pure(node: ast.AST, index: str, stored: set[str]) -> bool:
-    """Whether a part of an expression changes nothing and reads nothing that the body may have changed."""
-    if isinstance(node, ast.Subscript):
-        of, taken = node.value, index in _names(node.slice)
-        own = isinstance(of, ast.Name) and of.id in stored
-        return isinstance(node.ctx, ast.Load) and (taken or own or not isinstance(of, (ast.Name, ast.Attribute)))
-    if isinstance(node, ast.Call):
-        return _calls_purely(node, stored)
-    return isinstance(node, _PURE)
-
-
-def _calls_purely(node: ast.Call, stored: set[str]) -> bool:
-    """Whether a call is of a function of torch, or of a method of a tensor made in the body, that changes none of its
-    arguments; of no module, which may keep a state."""
-    if isinstance(node.func, ast.Name):
-        return node.func.id == "slice"
-    if not isinstance(node.func, ast.Attribute) or node.func.attr.endswith("_"):
-        return False
-    flags = any(isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in node.args)
-    if flags or any(each.arg in (None, "out", "inplace") for each in node.keywords):  # a flag may be "in place"
-        return False
-    of = node.func.value
-    made = of.id in stored if isinstance(of, ast.Name) else not isinstance(of, ast.Attribute)
-    return ast.unparse(of) in _MODULES or (made and hasattr(Tensor, node.func.attr))
-
-
-def _names_of(nodes: Sequence[ast.AST]) -> set[str]:
-    return {each.id for each in nodes if isinstance(each, ast.Name)}
-
-
-def _is_text(node: ast.Expr) -> bool:
-    return isinstance(node.value, ast.Constant)
-
-
-def _append_of(node: ast.Expr) -> ast.Call | None:
-    call = node.value
-    if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
-        return None
-    of = call.func
-    known = isinstance(of, ast.Attribute) and of.attr == "append" and isinstance(of.value, ast.Name)
-    return call if known and not isinstance(call.args[0], ast.Starred) else None
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-
-_OWN_SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
-
-
-def _bound(node: ast.AST) -> set[str]:
-    """Names that a comprehension or a lambda binds for itself."""
-    inside = ast.walk(node)
-    return {
-        each.arg if isinstance(each, ast.arg) else str(getattr(each, "id", ""))
-        for each in inside
-        if isinstance(each, ast.arg) or (isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
-    }
-
-
-def _used(node: ast.AST, store: bool) -> list[str]:
-    """Names of the function's own that something assigns, or reads, in order."""
-    if isinstance(node, ast.Name):
-        return [node.id] if isinstance(node.ctx, ast.Store) == store else []
-    found = [name for child in ast.iter_child_nodes(node) for name in _used(child, store)]
-    own = _bound(node) if isinstance(node, _OWN_SCOPES) else set()
-    return [name for name in found if name not in own]
-
-
-def _stored(node: ast.For) -> list[str]:
-    """Names that a loop's body assigns, in order."""
-    return [*dict.fromkeys(name for statement in node.body for name in _used(statement, True))]
-
-
-def _appended(node: ast.For) -> list[str]:
-    """Names of lists that a loop's body appends to."""
-    calls = (_append_of(each) for statement in node.body for each in ast.walk(statement) if isinstance(each, ast.Expr))
-    return [*dict.fromkeys(call.func.value.id for call in calls if call is not None)]  # type: ignore[attr-defined]
+    return any(isinstance(each, ast.Subscript) and index in names_in(each.slice) for each in inside)
 
 
 def _carried(node: ast.For) -> list[str]:
     """Names that a step reads before it assigns them: what it is given by the step before."""
-    stored = set(_stored(node))
+    stored = set(stored_names(node))
     return [*dict.fromkeys(name for name in _read_first(node.body, set()) if name in stored)]
 
 
@@ -334,8 +295,8 @@ def _read_first(body: Sequence[ast.stmt], known: set[str]) -> Iterator[str]:
         heads = [each for each in ast.iter_child_nodes(statement) if not isinstance(each, ast.stmt)]
         if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
             yield from {statement.target.id} - known
-        yield from (name for head in heads for name in _used(head, False) if name not in known)
-        inside = known | {name for head in heads for name in _used(head, True)}
+        yield from (name for head in heads for name in used_names(head, False) if name not in known)
+        inside = known | {name for head in heads for name in used_names(head, True)}
         for field in ("body", "orelse"):
             inner = getattr(statement, field, None)
             if isinstance(inner, list):

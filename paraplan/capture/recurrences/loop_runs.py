@@ -8,9 +8,10 @@ does with its index ends the attempt, and the loop is run step by step in anothe
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.recurrences.layers import RecurrentCalls
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
+from paraplan.capture.recurrences.pure_calls import is_fixed, is_pure_call
 
+T = TypeVar("T")
+_ADDED = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_IN_PLACE = {"+": operator.iadd, "-": operator.isub, "*": operator.imul}
 MOST_FIRST_STEPS = 2
 """Steps run by their number before one stands for the rest."""
 
@@ -131,9 +136,9 @@ class Loop:
             self.values = tuple(names[name] for name in carried)
         if not self.marked:
             return self.values
-        tensors = [value for value in self.values if isinstance(value, Tensor)]
+        tensors = _tensors(self.values)
         marks = iter(BEGIN(tensors, self.number, self.run) if tensors else ())
-        return tuple(next(marks) if isinstance(value, Tensor) else value for value in self.values)
+        return tuple(_with(value, marks) for value in self.values)
 
     def leave(self, names: Mapping[str, object], carries: Sequence[str], after: Sequence[str]) -> None:
         """The values after a step: of what is carried, and of what else is read after the loop.
@@ -158,22 +163,43 @@ class Loop:
             raise NotALoop(self.where, "what is read after the loop is no tensor")
         if all(isinstance(x, nn.Parameter) for x in self.read):
             raise NotALoop(self.where, "no step reads its part of an activation")
-        nexts = [value for value in carried if isinstance(value, Tensor)]
-        self.outs.append([*nexts, *self.kept, *lasts])  # type: ignore[list-item]
+        self.outs.append([*_tensors(carried), *self.kept, *lasts])  # type: ignore[list-item]
 
     def ends(self, names: Mapping[str, object], read: Sequence[str]) -> tuple[object, ...]:
         """The values after the last step: of what is carried, then of what else is read after the loop."""
         if not self.rolled:
             return tuple(names.get(name) for name in read)
         outs, again = self.outs
-        count = sum(isinstance(value, Tensor) for value in self.values)
+        count = len(_tensors(self.values))
         reverse, steps = self.indices.step < 0, len(self.indices) - self.first
         made = END(outs, again, count, steps, reverse, self.number, self.where)
         ends, stacks = made[:count], made[count:]
         self.made, rest = stacks[: len(self.kept)], stacks[len(self.kept) :]
         given = iter(ends)
-        carried = (next(given) if isinstance(value, Tensor) else value for value in self.values)
+        carried = (_with(value, given) for value in self.values)
         return (*carried, *(stack.select(0, 0 if reverse else steps - 1) for stack in rest))
+
+    def pure(self, called: T) -> T:
+        """What a step calls; refused where that may change something or keep a state."""
+        if self.rolled and not is_pure_call(called):
+            name = getattr(called, "__qualname__", type(called).__qualname__)
+            raise NotALoop(self.where, f"a step calls {name}, which may keep something from step to step")
+        return called
+
+    def fixed(self, whole: T) -> T:
+        """What a step takes a part of; refused where that may be another one in another step."""
+        if self.rolled and not is_fixed(whole):
+            raise NotALoop(self.where, f"a step reads a part of a {type(whole).__qualname__}, which others may change")
+        return whole
+
+    def added(self, total: Any, sign: str, value: Any) -> Any:
+        """`total += value`, or with another sign, of what has no other name."""
+        if not self.rolled:
+            return _IN_PLACE[sign](total, value)
+        found = _ADDED[sign](total, value)
+        if isinstance(total, Tensor) and not _alike(total, found):
+            raise NotALoop(self.where, "what is added in place changes its shape or dtype")
+        return found
 
     def append(self, into: list[Any], value: object) -> None:
         """`into.append(value)` of a step."""
@@ -216,7 +242,22 @@ class Loop:
         return step[rest] if any(each is None or each != slice(None) for each in rest) else step
 
 
+def _tensors(values: tuple[object, ...]) -> list[Tensor]:
+    """The tensors among values and what tuples of them hold, in order."""
+    each = (_tensors(value) if type(value) is tuple else [value] for value in values)
+    return [value for part in each for value in part if isinstance(value, Tensor)]
+
+
+def _with(value: object, given: Iterator[Tensor]) -> object:
+    """A value with other tensors in the places of its own."""
+    if type(value) is tuple:
+        return tuple(_with(each, given) for each in value)
+    return next(given) if isinstance(value, Tensor) else value
+
+
 def _alike(before: object, after: object) -> bool:
+    if type(before) is tuple and type(after) is tuple:
+        return len(before) == len(after) and all(map(_alike, before, after))
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape == after.shape and before.dtype == after.dtype
     known = before is None or isinstance(before, (int, float, str, torch.dtype))

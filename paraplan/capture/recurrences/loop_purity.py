@@ -1,0 +1,172 @@
+"""Which loops of a function's Python say all that their steps do.
+
+Two recorded steps say nothing of what a body hides from them: a tensor changed in place that has other names, a history
+read at some distance, a state that a cell, a closure or an object keeps. So a body may do no more than give names to
+expressions that change nothing, append to lists it does not read, and add to what only it has a name for. What an
+expression calls and takes parts of is judged by its text where that is enough, and by its value when the loop runs
+(`pure_calls`).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from torch import Tensor
+
+_PURE = (
+    *(ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.Attribute, ast.Subscript, ast.Call, ast.keyword),
+    *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
+)
+"""What expressions of a body may consist of."""
+_MODULES = frozenset({"torch", "torch.special", "torch.linalg", "torch.nn.functional"})
+_FRESH = frozenset({"zeros", "ones", "full", "empty"})
+"""What functions of torch, with `_like` or without, and with `new_` methods of tensors make that has no other name."""
+ADDED = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
+"""What `acc += x` may be instead."""
+
+
+def body_is_pure(node: ast.For, before: Sequence[ast.stmt]) -> bool:
+    """Whether a body does nothing but give names to pure expressions, append to lists that it does not read, and add to
+    what nothing else has a name for.
+
+    Args:
+        node: the loop.
+        before: the statements before it in its block.
+    """
+    stored, lists = set(stored_names(node)), appended_names(node)
+    for statement in node.body:
+        if isinstance(statement, ast.Expr) and (call := append_of(statement)) is not None:
+            values = call.args
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if not all(isinstance(each, (ast.Name, ast.Tuple)) for each in targets):
+                return False
+            values = [statement.value, *targets]
+        elif isinstance(statement, ast.AugAssign) and _adds_to_its_own(statement, node, before):
+            values = [statement.value]
+        else:
+            return False
+        inside = [each for value in values for each in ast.walk(value)]
+        if not all(_is_pure(each, stored) for each in inside) or not _names_of(inside).isdisjoint(lists):
+            return False
+    return True
+
+
+def _is_pure(node: ast.AST, stored: set[str]) -> bool:
+    """Whether a part of an expression may change nothing."""
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.ctx, ast.Load)
+    return _may_be_called(node, stored) if isinstance(node, ast.Call) else isinstance(node, _PURE)
+
+
+def _may_be_called(node: ast.Call, stored: set[str]) -> bool:
+    """Whether a call may be of something that changes none of its arguments, nor itself."""
+    if not isinstance(node.func, (ast.Name, ast.Attribute)):
+        return False
+    name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+    if name.endswith("_") or (isinstance(node.func, ast.Name) and name in stored):
+        return False
+    flags = any(isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in node.args)
+    return not flags and all(each.arg not in (None, "out", "inplace") for each in node.keywords)  # a flag: "in place"
+
+
+def is_surely_called(node: ast.Call, stored: set[str]) -> bool:
+    """Whether a call that may be of something pure is: of a function of torch, or of a method of a tensor made in the
+    body."""
+    if not isinstance(node.func, ast.Attribute):
+        return isinstance(node.func, ast.Name) and node.func.id == "slice"
+    of = node.func.value
+    made = of.id in stored if isinstance(of, ast.Name) else not isinstance(of, ast.Attribute)
+    return ast.unparse(of) in _MODULES or (made and hasattr(Tensor, node.func.attr))
+
+
+def is_surely_taken_of(node: ast.Subscript, index: str, stored: set[str]) -> bool:
+    """Whether what a part is taken of is known: a step is of a tensor, and what a body made nothing else changes."""
+    of = node.value
+    own = isinstance(of, ast.Name) and of.id in stored
+    return index in names_in(node.slice) or own or not isinstance(of, (ast.Name, ast.Attribute))
+
+
+def _adds_to_its_own(statement: ast.AugAssign, loop: ast.For, before: Sequence[ast.stmt]) -> bool:
+    """Whether what is added to in place was made right before the loop, for it alone, and a step does nothing else with
+    it."""
+    if not isinstance(statement.target, ast.Name) or type(statement.op) not in ADDED:
+        return False
+    name = statement.target.id
+    inside = [each for line in loop.body for each in ast.walk(line) if isinstance(each, ast.Name) and each.id == name]
+    added = [line for line in loop.body if isinstance(line, ast.AugAssign)]
+    own = [each.target for each in added if isinstance(each.target, ast.Name) and each.target.id == name]
+    if len(inside) != len(own):
+        return False
+    for line in reversed(before):
+        if isinstance(line, ast.Assign) and [ast.unparse(each) for each in line.targets] == [name]:
+            return _is_fresh(line.value)
+        if name in {each.id for each in ast.walk(line) if isinstance(each, ast.Name)}:
+            return False
+    return False
+
+
+def _is_fresh(value: ast.expr) -> bool:
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, (int, float))
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    of, name = ast.unparse(value.func.value), value.func.attr
+    if of == "torch":
+        return name.removesuffix("_like") in _FRESH
+    return of != "self" and name.startswith("new_") and name.removeprefix("new_") in _FRESH
+
+
+def append_of(node: ast.Expr) -> ast.Call | None:
+    """The call of `x.append(y)` as a statement."""
+    call = node.value
+    if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
+        return None
+    of = call.func
+    known = isinstance(of, ast.Attribute) and of.attr == "append" and isinstance(of.value, ast.Name)
+    return call if known and not isinstance(call.args[0], ast.Starred) else None
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """All names of a part of the code."""
+    return _names_of(list(ast.walk(node)))
+
+
+def _names_of(nodes: Sequence[ast.AST]) -> set[str]:
+    return {each.id for each in nodes if isinstance(each, ast.Name)}
+
+
+_OWN_SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """Names that a comprehension or a lambda binds for itself."""
+    inside = ast.walk(node)
+    return {
+        each.arg if isinstance(each, ast.arg) else str(getattr(each, "id", ""))
+        for each in inside
+        if isinstance(each, ast.arg) or (isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+    }
+
+
+def used_names(node: ast.AST, store: bool) -> list[str]:
+    """Names of the function's own that something assigns, or reads, in order."""
+    if isinstance(node, ast.Name):
+        return [node.id] if isinstance(node.ctx, ast.Store) == store else []
+    found = [name for child in ast.iter_child_nodes(node) for name in used_names(child, store)]
+    own = _bound(node) if isinstance(node, _OWN_SCOPES) else set()
+    return [name for name in found if name not in own]
+
+
+def stored_names(node: ast.For) -> list[str]:
+    """Names that a loop's body assigns, in order."""
+    return [*dict.fromkeys(name for statement in node.body for name in used_names(statement, True))]
+
+
+def appended_names(node: ast.For) -> list[str]:
+    """Names of lists that a loop's body appends to."""
+    calls = (append_of(each) for statement in node.body for each in ast.walk(statement) if isinstance(each, ast.Expr))
+    return [*dict.fromkeys(call.func.value.id for call in calls if call is not None)]  # type: ignore[attr-defined]

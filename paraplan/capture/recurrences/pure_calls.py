@@ -1,0 +1,59 @@
+"""What a step of a loop may call, judged by its value: it changes none of its arguments and keeps nothing."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+from torch import Tensor, nn
+
+from paraplan.ir.process.memo import SESSION
+
+_LAYERS: frozenset[type[nn.Module]] = frozenset(
+    {
+        *(nn.Linear, nn.Bilinear, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d),
+        *(nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.Embedding, nn.Flatten, nn.Unflatten),
+        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU),
+        *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink, nn.Softplus),
+        *(nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softsign, nn.Softshrink, nn.Tanhshrink, nn.Threshold),
+    }
+)
+"""torch's layers that are functions of their parameters, where they do not work in place."""
+_BUILTINS: tuple[object, ...] = (len, tuple, isinstance, slice)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_pure_call(called: object) -> bool:
+    """Whether something may be called in a step that stands for others.
+
+    Args:
+        called: a function, a method or a module.
+    """
+    if isinstance(called, nn.Module):
+        return _is_pure_layer(called)
+    if isinstance(called, types.BuiltinMethodType) and type(called.__self__) in (Tensor, nn.Parameter):
+        return not called.__name__.endswith("_")
+    return any(called is each for each in _BUILTINS) or id(called) in _functions()
+
+
+def is_fixed(whole: object) -> bool:
+    """Whether parts of something are the same in every step: of what a list or an object of one's own holds another
+    name may tell otherwise."""
+    return isinstance(whole, (Tensor, nn.ModuleList, nn.ParameterList))
+
+
+def _is_pure_layer(layer: nn.Module) -> bool:
+    if any(getattr(layer, each, None) for each in _HOOKS) or "forward" in vars(layer):
+        return False
+    if type(layer) is nn.Sequential:
+        return all(map(_is_pure_layer, layer))
+    changes = getattr(layer, "inplace", False) or getattr(layer, "max_norm", None) is not None
+    return type(layer) in _LAYERS and not changes
+
+
+@SESSION.cached(1)
+def _functions() -> frozenset[int]:
+    """The public functions of torch that have no other name for "in place", by identity."""
+    spaces = torch, torch.special, torch.linalg, nn.functional
+    named = ((name, getattr(space, name)) for space in spaces for name in dir(space) if not name.startswith("_"))
+    return frozenset(id(each) for name, each in named if callable(each) and not name.endswith("_"))
