@@ -119,14 +119,14 @@ def _rolled_or_not(
     keep_outputs: bool,
 ) -> tuple[Program, Reads]:
     """Loops over time are kept, but for those that turn out to be none; where that is not said of one, all of them."""
-    apart: frozenset[str] = frozenset()
+    apart: dict[str, str] = {}
     while True:
         try:
             return _capture(model, example_inputs, how, attributes, keep_outputs, apart)
         except NotALoop as found:
             if not found.where or found.where in apart:
                 return _capture(model, example_inputs, how, attributes, keep_outputs, None)
-            apart |= {found.where}
+            apart = apart | {found.where: found.why}
 
 
 def _capture(
@@ -135,7 +135,7 @@ def _capture(
     how: How,
     attributes: tuple[Attribute, ...],
     keep_outputs: bool,
-    apart: frozenset[str] | None,
+    apart: Mapping[str, str] | None,
 ) -> tuple[Program, Reads]:
     precision, micros = how.get("precision", "fp32"), how.get("per_microbatch", 1)
     traced_dtype(precision)
@@ -146,7 +146,7 @@ def _capture(
     batch_size, tensors = of_microbatch(tensors, rows, dims, micros)
     dims |= {each.name: None for each in attributes}
     mode, positional = fake_mode(), not isinstance(example_inputs, dict)
-    loops = apart is not None, apart or frozenset()
+    loops = apart is not None, apart or {}
     asked = Asked(how.get("loss_fn"), how.get("loss"), precision, positional, others, keep_outputs, *loops)
     copied, batch, exported, reads = trace_model(model, tensors, mode, asked, attributes)
     params, buffers, first_names = _tensors_of(copied, precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -175,8 +176,16 @@ def cut_up(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def cut_lists(net: Net, x: Tensor) -> Tensor:
+    h, out = x[:, 0], []
+    for t in range(x.shape[1]):
+        h = h.sin() + x[:, t]
+        out.append(h)
+    return torch.stack(out[::-1], 1)[:, 1:-1] * torch.stack(out[1:-1], 1) + torch.cat(out[::3][:1], 1)[:, None]
+
+
 LOOPS = [unbound, enumerated, listed, joined, backward_in_time, neighbours, two_states]
-LOOPS += [by_other_names, summed, layers_called, tuple_carried, cut_up]
+LOOPS += [by_other_names, summed, layers_called, tuple_carried, cut_up, cut_lists]
 
 
 def ends_early(net: Net, x: Tensor) -> Tensor:
@@ -480,6 +489,28 @@ def test_a_cell_of_torch_keeps_nothing_from_call_to_call() -> None:
     model = LSTM().double()
     tokens = torch.randint(0, 48, (4, 2 + STEPS))
     assert num_loops(held_against_eager(model, {"tokens": tokens})) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (function_of_ones_own, "a step calls own, which may keep something"),
+        (ends_early, "`if t == 8:`, may do more than"),
+        (view_of_carried, r"line \d+, `h \+= x\[:, t\]`"),
+        (listed, None),
+    ],
+)
+def test_a_long_loop_that_is_run_step_by_step_is_told_of(
+    body: Callable[[Net, Tensor], Tensor], why: str | None
+) -> None:
+    given = {"x": torch.randn(3, 64, WIDTH)}
+    if why is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            capture(Net(body), given)
+    else:
+        with pytest.warns(UserWarning, match=rf"test_python_loops.py:\d+: this loop.* step by step, 64 of them.*{why}"):
+            capture(Net(body), given)
 
 
 def test_the_code_of_functions_is_as_before() -> None:

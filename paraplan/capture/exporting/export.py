@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ class Asked(NamedTuple):
     others: arguments that are no tensors.
     keep_outputs: whether what else the model returns is kept.
     rolled: whether loops over time are kept as loops.
-    apart: places of loops in the user's code that are run step by step all the same.
+    apart: places of loops in the user's code that are run step by step all the same, and why.
     """
 
     loss_fn: LossFn | None = None
@@ -90,7 +91,7 @@ class Asked(NamedTuple):
     others: Mapping[str, object] = {}
     keep_outputs: bool = True
     rolled: bool = True
-    apart: frozenset[str] = frozenset()
+    apart: Mapping[str, str] = MappingProxyType({})
 
 
 class _WithLoss(nn.Module):

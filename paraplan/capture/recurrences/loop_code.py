@@ -29,7 +29,7 @@ from paraplan.capture.recurrences.loop_purity import (
     ADDED,
     append_of,
     appended_names,
-    body_is_pure,
+    impure_line,
     is_surely_called,
     is_surely_taken_of,
     names_in,
@@ -38,6 +38,8 @@ from paraplan.capture.recurrences.loop_purity import (
 )
 
 HELPER = "__paraplan_loop__"
+MOST_TEXT = 60
+"""Characters of a line that are told."""
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
 _OTHERS = (ast.Delete, ast.Try, ast.While, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.NamedExpr)
 
@@ -90,8 +92,14 @@ class _Rewriter:
         """What stands for a statement after others."""
         if isinstance(node, ast.For):
             before, looped = self._over_range(node)
-            if not within and _may_be_rolled(looped, lines):
-                return [*before, *self._loop(looped, within)]
+            if not within and _takes_steps(looped):
+                if (why := _why_not(looped, lines)) is None:
+                    return [*before, *self._loop(looped, within)]
+                if looped is node:  # told of where it is long
+                    (begun,) = _parsed([self._begun(node, why)], node)
+                    assert isinstance(begun, ast.Expr)
+                    node.iter = begun.value
+                    self.count += 1
         repeats = within or isinstance(node, (ast.For, ast.While))
         for field in ("body", "orelse", "finalbody"):
             inner = getattr(node, field, None)
@@ -122,10 +130,7 @@ class _Rewriter:
         self.count += 1
         carried, made, lists = _carried(node), stored_names(node), appended_names(node)
         after = [each for each in made if each not in carried and self._read_after(each, node, within)]
-        indices = ast.unparse(node.iter)
-        if isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "reversed":
-            indices = f"{ast.unparse(node.iter.args[0])}[::-1]"
-        begin = f"{name} = {HELPER}({f'{self.path}:{node.lineno}'!r}, {indices})"
+        begin = f"{name} = {self._begun(node)}"
         enter = f"{_targets(carried)}{name}.enter(locals(), {tuple(carried)!r})"
         leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
@@ -135,6 +140,13 @@ class _Rewriter:
         node.iter = ast.Name(name, ast.Load())
         node.body = [*_parsed([enter], node), *body, *_parsed([leave], node)]
         return [*_parsed([begin], node), node, *_parsed([ends, *collected], node)]
+
+    def _begun(self, node: ast.For, why: str = "") -> str:
+        """The code of a loop handed over; `why` it is run step by step, where it is."""
+        given, indices = node.iter, ast.unparse(node.iter)
+        if isinstance(given, ast.Call) and ast.unparse(given.func) == "reversed":
+            indices = f"{ast.unparse(given.args[0])}[::-1]"
+        return f"{HELPER}({f'{self.path}:{node.lineno}'!r}, {indices}{f', {why!r}' if why else ''})"
 
     def _read_after(self, name: str, loop: ast.For, within: bool) -> bool:
         end = loop.end_lineno or loop.lineno
@@ -260,26 +272,43 @@ def _is_plain(node: ast.expr) -> bool:
     return not isinstance(node, ast.Starred)
 
 
-def _may_be_rolled(node: ast.For, before: Sequence[ast.stmt]) -> bool:
-    """Whether a loop may be one that its steps say all of; `before`: the statements of its block before it."""
+def _takes_steps(node: ast.For) -> bool:
+    """Whether a loop is one over `range` whose index takes parts of something."""
     source = node.iter
     if isinstance(source, ast.Call) and ast.unparse(source.func) == "reversed" and len(source.args) == 1:
         source = source.args[0]
-    if not isinstance(source, ast.Call) or ast.unparse(source.func) != "range":
-        return False
-    if not isinstance(node.target, ast.Name) or node.orelse:
+    if not isinstance(source, ast.Call) or ast.unparse(source.func) != "range" or not isinstance(node.target, ast.Name):
         return False
     inside = [each for statement in node.body for each in ast.walk(statement)]
-    if any(isinstance(each, (*_LEAVES, *_OTHERS)) for each in inside):
-        return False
-    if any(isinstance(each, (ast.Attribute, ast.Starred)) and isinstance(each.ctx, ast.Store) for each in inside):
-        return False
-    index = node.target.id
-    if not body_is_pure(node, before):
-        return False
-    if any(isinstance(each, ast.Name) and each.id == index and isinstance(each.ctx, ast.Store) for each in inside):
-        return False
-    return any(isinstance(each, ast.Subscript) and index in names_in(each.slice) for each in inside)
+    return any(isinstance(each, ast.Subscript) and node.target.id in names_in(each.slice) for each in inside)
+
+
+def _why_not(node: ast.For, before: Sequence[ast.stmt]) -> str | None:
+    """Why a loop is none that its steps say all of; None where it may be one.
+
+    Args:
+        node: a loop that takes steps.
+        before: the statements of its block before it.
+    """
+    assert isinstance(node.target, ast.Name)
+    for statement in node.body:
+        inside = list(ast.walk(statement))
+        stored = [each for each in inside if isinstance(getattr(each, "ctx", None), ast.Store)]
+        ends = any(isinstance(each, (*_LEAVES, *_OTHERS)) for each in inside)
+        if ends or any(isinstance(each, (ast.Attribute, ast.Starred)) for each in stored):
+            return _told(statement)
+        if node.target.id in {each.id for each in stored if isinstance(each, ast.Name)}:
+            return _told(statement)
+    found = impure_line(node, before)
+    if node.orelse:
+        return "it has an else"
+    return None if found is None else _told(found)
+
+
+def _told(line: ast.stmt) -> str:
+    text = ast.unparse(line).splitlines()[0]
+    text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
+    return f"line {line.lineno}, `{text}`, may do more than name what functions of torch give, or append it"
 
 
 def _carried(node: ast.For) -> list[str]:

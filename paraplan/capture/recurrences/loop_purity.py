@@ -26,9 +26,9 @@ ADDED = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 """What `acc += x` may be instead."""
 
 
-def body_is_pure(node: ast.For, before: Sequence[ast.stmt]) -> bool:
-    """Whether a body does nothing but give names to pure expressions, append to lists that it does not read, and add to
-    what nothing else has a name for.
+def impure_line(node: ast.For, before: Sequence[ast.stmt]) -> ast.stmt | None:
+    """The first statement of a body that does more than give names to pure expressions, append to lists that the body
+    does not read, or add to what nothing else has a name for; None where there is none.
 
     Args:
         node: the loop.
@@ -43,16 +43,16 @@ def body_is_pure(node: ast.For, before: Sequence[ast.stmt]) -> bool:
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             if not all(isinstance(each, (ast.Name, ast.Tuple)) for each in targets):
-                return False
+                return statement
             values = [statement.value, *targets]
         elif isinstance(statement, ast.AugAssign) and _adds_to_its_own(statement, node, before):
             values = [statement.value]
         else:
-            return False
+            return statement
         inside = [each for value in values for each in ast.walk(value)]
         if not all(_is_pure(each, stored) for each in inside) or not _names_of(inside).isdisjoint(lists):
-            return False
-    return True
+            return statement
+    return None
 
 
 def _is_pure(node: ast.AST, stored: set[str]) -> bool:
@@ -84,7 +84,13 @@ def is_surely_called(node: ast.Call, stored: set[str]) -> bool:
 
 
 def is_surely_taken_of(node: ast.Subscript, index: str, stored: set[str]) -> bool:
-    """Whether what a part is taken of is known: a step is of a tensor, and what a body made nothing else changes."""
+    """Whether what a part is taken of is known: a step is of a tensor, and what a body made nothing else changes.
+
+    Args:
+        node: the part.
+        index: of the loop.
+        stored: what the body makes.
+    """
     of = node.value
     own = isinstance(of, ast.Name) and of.id in stored
     return index in names_in(node.slice) or own or not isinstance(of, (ast.Name, ast.Attribute))

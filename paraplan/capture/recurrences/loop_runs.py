@@ -9,8 +9,10 @@ does with its index ends the attempt, and the loop is run step by step in anothe
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -24,6 +26,8 @@ from paraplan.capture.recurrences.pure_calls import is_fixed, is_pure_call
 T = TypeVar("T")
 _ADDED = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _IN_PLACE = {"+": operator.iadd, "-": operator.isub, "*": operator.imul}
+LONG = 64
+"""Steps from which on a loop that is run step by step is told of."""
 MOST_FIRST_STEPS = 2
 """Steps run by their number before one stands for the rest."""
 
@@ -59,13 +63,13 @@ class Loops:
     """The loops of one export.
 
     Attributes:
-        apart: places of loops that are run step by step; None: all are.
+        apart: places of loops that are run step by step, and why; None: all are.
         began: how many were marked.
         active: the one whose step is being recorded.
         watched: whether there may be one at all.
     """
 
-    def __init__(self, apart: frozenset[str] | None = frozenset()) -> None:
+    def __init__(self, apart: Mapping[str, str] | None = MappingProxyType({})) -> None:
         self.apart, self.began, self.watched = apart, 0, False
         self.active: Loop | None = None
 
@@ -73,10 +77,22 @@ class Loops:
         """What a forward is traced under."""
         return LoopMode(self) if self.watched else nullcontext()
 
-    def begin(self, where: str, indices: range) -> Loop:
-        """A loop that is about to run."""
-        may = self.apart is not None and where not in self.apart
-        rolled = may and self.active is None and len(indices) >= MIN_STEPS
+    def begin(self, where: str, indices: range, why: str = "") -> Loop:
+        """A loop that is about to run.
+
+        Args:
+            where: its place in the user's code.
+            indices: of its steps.
+            why: it is run step by step, where its code says so.
+        """
+        why = why or (self.apart or {}).get(where, "")
+        if why and len(indices) >= LONG:
+            warnings.warn(
+                f"{where}: this loop over time is captured step by step, {len(indices)} of them, and planned as long: "
+                f"{why}. Written so that a step only names what functions and layers of torch give, it is one op",
+                stacklevel=2,
+            )
+        rolled = self.apart is not None and not why and self.active is None and len(indices) >= MIN_STEPS
         return Loop(self, where, indices, rolled)
 
 
@@ -182,7 +198,7 @@ class Loop:
     def pure(self, called: T) -> T:
         """What a step calls; refused where that may change something or keep a state."""
         if self.rolled and not is_pure_call(called):
-            name = getattr(called, "__qualname__", type(called).__qualname__)
+            name = getattr(called, "__name__", type(called).__name__)
             raise NotALoop(self.where, f"a step calls {name}, which may keep something from step to step")
         return called
 
@@ -193,7 +209,13 @@ class Loop:
         return whole
 
     def added(self, total: Any, sign: str, value: Any) -> Any:
-        """`total += value`, or with another sign, of what has no other name."""
+        """`total += value`, or with another sign.
+
+        Args:
+            total: that has no other name.
+            sign: of the operation.
+            value: what is added.
+        """
         if not self.rolled:
             return _IN_PLACE[sign](total, value)
         found = _ADDED[sign](total, value)
@@ -306,8 +328,11 @@ class Stacked(list):  # type: ignore[type-arg]
         return iter(self._all())
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, int):
-            return self._all()[index]
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == -1 and len(range(start, stop, step)) == len(self):
+                return Stacked([], self.whole().flip(0))
+            return Stacked([], self.whole()[start:stop:step]) if step > 0 and stop > start else self._all()[index]
         place = range(len(self))[index]
         return self.head[place] if place < len(self.head) else self.rest.select(0, place - len(self.head))
 

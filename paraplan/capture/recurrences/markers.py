@@ -25,11 +25,12 @@ class NotALoop(CaptureError):
 
     Attributes:
         where: the loop's place in the user's code; "" for torch's recurrent layers.
+        why: it is none.
     """
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(f"{where or 'a recurrent layer'}: {why}")
-        self.where = where
+        self.where, self.why = where, why
 
 
 def _never(*args: object) -> list[Tensor]:

@@ -196,10 +196,9 @@ def _lower_part(
         ops: which, executed again or the first time.
         weights: the gradients of parameters that it gives.
         given: what a part before it kept.
-        later: ops of a part after it.
-        rows: inputs whose gradients are to lie row by row.
+        later, rows: ops of a part after it; inputs whose gradients are to lie row by row.
     Returns:
-        The block and what it keeps for the later part.
+        It and what it keeps.
     """
     kind, context, forward = task.kind, task.context, task.forward
     inputs = role is not BlockRole.BACKWARD_WEIGHTS
@@ -220,9 +219,9 @@ def _lower_part(
     results = (*(kind.input_grads if inputs else ()), *(grad for grad in kind.param_grads if grad in weights))
     order = casts_first(kind, forward.strategies, _ordered(task, ops, results))
     graph, order = each_once(_dropping(kind.graph, forward.remat.rerun), forward.strategies, order)
-    needed = {name for index in later for name in kind.graph.ops[index].tensors}
-    handed = {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
-    emit_ops(emitter, graph, forward.strategies, order, task.chunks, needed | handed, forward.remat.again)
+    wanted = {name for index in later for name in kind.graph.ops[index].tensors}
+    wanted |= {grad for grad in (*kind.input_grads, *kind.param_grads) if grad is not None}
+    emit_ops(emitter, graph, forward.strategies, order, task.chunks, wanted, forward.remat.again)
     kept = _keep(emitter, task, ops, later, weights) if role is BlockRole.BACKWARD_INPUTS else _Kept({})
     layouts = _input_grad_layouts(kind, task, emitter)
     grads = tuple(
