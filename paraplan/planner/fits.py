@@ -171,7 +171,9 @@ def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progres
     started = time.perf_counter()
     budget = device_budget(job.cluster, constraints)
     progress("nothing found fits; planning for as little memory as can be")
-    if sharded := next(filter(None, _all_sharded(job, constraints, deadline, progress)), None):
+    ways = list(all_sharded(job, constraints))
+    ways += [each for each in divided(job, constraints) if each not in ways]
+    if sharded := next(filter(None, _tried(job, ways, deadline, progress)), None):
         return sharded
     job = prepared(job, constraints)
     mesh = candidate_meshes(job, constraints)[0]
@@ -184,29 +186,25 @@ def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progres
     return _with_reserved(BestPlan(certified(lean.candidate, 0.0, 1), seconds, seconds), budget)
 
 
-def _all_sharded(
-    job: Job, constraints: Constraints, deadline: Deadline, progress: Progress
-) -> Iterator[BestPlan | None]:
-    """Plans with everything sharded and made again, None for each that does not fit; when it is late, a few."""
-    budget = device_budget(job.cluster, constraints)
-    ways = list(all_sharded(job, constraints))
-    ways += [each for each in divided(job, constraints) if each not in ways]
+def _tried(job: Job, ways: Sequence[Constraints], deadline: Deadline, progress: Progress) -> Iterator[BestPlan | None]:
+    """Plans under constraints that ask for little memory, None for each that does not fit; when it is late, of a few."""
     for number, pins in enumerate(ways):
         if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
             return
+        budget = device_budget(job.cluster, pins)
         with suppress(ConstraintError):
             try:
                 found = _with_reserved(find(job, pins, deadline.share_s(EACH), progress, certify=False), budget)
             except NoPlanError:
                 yield None
             else:
-                yield found if constraints.reserve_bytes == 0 or needed_bytes(found.plan) <= budget else None
+                yield found if pins.reserve_bytes == 0 or needed_bytes(found.plan) <= budget else None
 
 
 def _may_fit(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> bool:
     """Whether a plan of least memory fits, or none is known."""
     tried = 0
-    for found in _all_sharded(job, constraints, Deadline(time_limit_s), progress):
+    for found in _tried(job, list(all_sharded(job, constraints)), Deadline(time_limit_s), progress):
         if found is not None:
             return True
         tried += 1
