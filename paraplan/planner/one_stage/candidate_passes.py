@@ -47,13 +47,13 @@ def by_places(job: Job, mesh: Mesh, count: int, constraints: Constraints, limits
         count: of microbatches.
         constraints, limits: as of `solve_mesh`.
     """
-    roomy = replace(limits, memory_bytes=float(1 << 60))
+    roomy, deadline = replace(limits, memory_bytes=float(1 << 60)), Deadline(limits.time_s)
     try:
         free = solve_mesh(job, mesh, count, constraints.placed(ON_DEVICE), roomy)
     except NoPlanError:
         return []
     if isinstance(free, Skipped):
         return []
-    there = replace(passed(free, limits, constraints, placed), status="feasible", memory_binds=True)
+    there = replace(passed(free, limits, constraints, placed, deadline), status="feasible", memory_binds=True)
     made = Realised(there.plan, (), there.simulation)
     return [] if made.peak_bytes > limits.memory_bytes or made.over_bytes else [there]
