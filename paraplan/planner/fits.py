@@ -187,7 +187,7 @@ def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progres
 
 
 def _tried(job: Job, ways: Sequence[Constraints], deadline: Deadline, progress: Progress) -> Iterator[BestPlan | None]:
-    """Plans under constraints that ask for little memory, None for each that does not fit; when it is late, of a few."""
+    """Plans under constraints that ask for little memory, None for each that does not fit; late, of a few of them."""
     for number, pins in enumerate(ways):
         if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
             return

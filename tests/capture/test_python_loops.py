@@ -134,7 +134,7 @@ def twice(net: Net, x: Tensor) -> Tensor:
 def by_other_names(net: Net, x: Tensor) -> Tensor:
     h = other.zeros_like(x[:, 0])
     for t in range(x.shape[1]):
-        h = sigmoid(other.tanh(h) + x[:, t]) * len(x.shape)
+        h = sigmoid(other.tanh(h) + x[:, t]) * h.shape[-1]
     return h
 
 

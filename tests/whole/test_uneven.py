@@ -164,9 +164,7 @@ def test_rings_and_microbatches_are_not_padded() -> None:
     single = Single(gpt2(vocabulary=61, width=36, batch=4, seq=15))
     with pytest.raises(ConstraintError, match="sequence of 15 does not divide over 2 ranks, and a ring's blocks"):
         search(single.job(2), Constraints(cp=2, cp_mode="ring"), certify=False)
-    with pytest.raises(
-        ConstraintError, match="batch of 4 does not divide over 2 data-parallel ranks in 3 microbatches"
-    ):
+    with pytest.raises(ConstraintError, match="microbatches=3 does not divide a batch of 4; give 2 or 4"):
         search(single.job(2), Constraints(dp=2, microbatches=3), certify=False)
 
 

@@ -30,8 +30,6 @@ from paraplan.capture.recurrences.loop_purity import (
     append_of,
     appended_names,
     impure_line,
-    is_surely_called,
-    is_surely_taken_of,
     names_in,
     stored_names,
     used_names,
@@ -40,6 +38,7 @@ from paraplan.capture.recurrences.loop_purity import (
 HELPER = "__paraplan_loop__"
 MOST_TEXT = 60
 """Characters of a line that are told."""
+_BUILTINS = ("range", "reversed", "enumerate", "slice", "locals")
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
 _OTHERS = (ast.Delete, ast.Try, ast.While, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.NamedExpr)
 
@@ -47,7 +46,7 @@ _OTHERS = (ast.Delete, ast.Try, ast.While, ast.FunctionDef, ast.ClassDef, ast.Im
 def looped_code(function: types.FunctionType) -> types.CodeType | None:
     """A function's code with its loops handed over; None where it has none, or its source is not to be had."""
     try:
-        source, first = inspect.getsourcelines(function)
+        source, first = inspect.getsourcelines(function.__code__)
         tree = ast.parse(textwrap.dedent("".join(source)))
     except (OSError, TypeError, SyntaxError, IndentationError):
         return None
@@ -56,7 +55,13 @@ def looped_code(function: types.FunctionType) -> types.CodeType | None:
         return None
     ast.increment_lineno(tree, first - 1)
     code = function.__code__
-    rewriter = _Rewriter(code.co_filename, made)
+    if any(name in _BUILTINS for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)):
+        return None
+    if any(name in function.__globals__ for name in _BUILTINS):
+        return None
+    given = made.args  # what parameters are by default is the function's, whatever its code
+    given.defaults, given.kw_defaults, made.returns = [], [None] * len(given.kwonlyargs), None
+    rewriter = _Rewriter(code.co_filename, made, code.co_cellvars)
     made.body = rewriter.block(made.body)
     if not rewriter.count:
         return None
@@ -80,8 +85,8 @@ def _mangled(tree: ast.AST) -> bool:
 class _Rewriter:
     """Rewrites the statements of one function."""
 
-    def __init__(self, path: str, function: ast.FunctionDef) -> None:
-        self.path, self.function, self.count = path, function, 0
+    def __init__(self, path: str, function: ast.FunctionDef, shared: Sequence[str]) -> None:
+        self.path, self.function, self.shared, self.count = path, function, shared, 0
 
     def block(self, body: Sequence[ast.stmt], within: bool = False) -> list[ast.stmt]:
         """What stands for statements; `within`: they are run again and again."""
@@ -93,7 +98,7 @@ class _Rewriter:
         if isinstance(node, ast.For):
             before, looped = self._over_range(node)
             if not within and _takes_steps(looped):
-                if (why := _why_not(looped, lines)) is None:
+                if (why := self._why_not(looped, lines)) is None:
                     return [*before, *self._loop(looped, within)]
                 if looped is node:  # told of where it is long
                     (begun,) = _parsed([self._begun(node, why)], node)
@@ -110,7 +115,9 @@ class _Rewriter:
     def _over_range(self, node: ast.For) -> tuple[list[ast.stmt], ast.For]:
         """A loop over the parts of `x.unbind(dim)` as one over their numbers, and what stands before it."""
         counted = _is_call(node.iter, "enumerate") and isinstance(node.target, ast.Tuple) and len(node.target.elts) == 2
-        source = node.iter.args[0] if counted and isinstance(node.iter, ast.Call) and node.iter.args else node.iter
+        if counted and isinstance(node.iter, ast.Call) and (len(node.iter.args) != 1 or node.iter.keywords):
+            return [], node  # counted from another number on
+        source = node.iter.args[0] if counted and isinstance(node.iter, ast.Call) else node.iter
         parts, index = _unbound(source), f"__paraplan_step_{self.count}__"
         if parts is None:
             return [], node
@@ -135,11 +142,19 @@ class _Rewriter:
         leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
         collected = [f"{each} = {name}.collected({each})" for each in lists]
-        asked = _Asked(name, node)
+        asked = _Asked(name)
         body = [_Appends(name).visit(asked.visit(statement)) for statement in node.body]
         node.iter = ast.Name(name, ast.Load())
         node.body = [*_parsed([enter], node), *body, *_parsed([leave], node)]
         return [*_parsed([begin], node), node, *_parsed([ends, *collected], node)]
+
+    def _why_not(self, node: ast.For, before: Sequence[ast.stmt]) -> str | None:
+        assert isinstance(node.target, ast.Name)
+        if self._read_after(node.target.id, node, False):
+            return "its index is read after it"
+        if not set(self.shared).isdisjoint((*stored_names(node), *appended_names(node))):
+            return "a function within this one knows what a step names"
+        return _why_not(node, before)
 
     def _begun(self, node: ast.For, why: str = "") -> str:
         """The code of a loop handed over; `why` it is run step by step, where it is."""
@@ -164,24 +179,21 @@ class _Asked(ast.NodeTransformer):
 
     Args:
         name: the loop's.
-        loop: its code.
     """
 
-    def __init__(self, name: str, loop: ast.For) -> None:
-        assert isinstance(loop.target, ast.Name)
-        self.name, self.index, self.stored = name, loop.target.id, set(stored_names(loop))
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         """A call of what is to be pure."""
-        is_sure = is_surely_called(node, self.stored)
         self.generic_visit(node)
-        return node if is_sure else _at(node, ast.Call(self._of("pure", node.func), node.args, node.keywords))
+        count = ast.copy_location(ast.Constant(len(node.args)), node)
+        return _at(node, ast.Call(self._of("pure", node.func, count), node.args, node.keywords))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.Subscript:
         """A part of what is to be fixed."""
-        is_sure = is_surely_taken_of(node, self.index, self.stored)
         self.generic_visit(node)
-        return node if is_sure else _at(node, ast.Subscript(self._of("fixed", node.value), node.slice, node.ctx))
+        return _at(node, ast.Subscript(self._of("fixed", node.value), node.slice, node.ctx))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
         """A sum in place."""

@@ -12,14 +12,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from torch import Tensor
-
 _PURE = (
     *(ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.Attribute, ast.Subscript, ast.Call, ast.keyword),
     *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
 )
 """What expressions of a body may consist of."""
-_MODULES = frozenset({"torch", "torch.special", "torch.linalg", "torch.nn.functional"})
 _FRESH = frozenset({"zeros", "ones", "full", "empty"})
 """What functions of torch, with `_like` or without, and with `new_` methods of tensors make that has no other name."""
 ADDED = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
@@ -64,36 +61,14 @@ def _is_pure(node: ast.AST, stored: set[str]) -> bool:
 
 def _may_be_called(node: ast.Call, stored: set[str]) -> bool:
     """Whether a call may be of something that changes none of its arguments, nor itself."""
-    if not isinstance(node.func, (ast.Name, ast.Attribute)):
+    if isinstance(node.func, ast.Name) and node.func.id in stored:
         return False
-    name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-    if name.endswith("_") or (isinstance(node.func, ast.Name) and name in stored):
+    if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
+        return False
+    if not isinstance(node.func, (ast.Name, ast.Attribute)):
         return False
     flags = any(isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in node.args)
     return not flags and all(each.arg not in (None, "out", "inplace") for each in node.keywords)  # a flag: "in place"
-
-
-def is_surely_called(node: ast.Call, stored: set[str]) -> bool:
-    """Whether a call that may be of something pure is: of a function of torch, or of a method of a tensor made in the
-    body."""
-    if not isinstance(node.func, ast.Attribute):
-        return isinstance(node.func, ast.Name) and node.func.id == "slice"
-    of = node.func.value
-    made = of.id in stored if isinstance(of, ast.Name) else not isinstance(of, ast.Attribute)
-    return ast.unparse(of) in _MODULES or (made and hasattr(Tensor, node.func.attr))
-
-
-def is_surely_taken_of(node: ast.Subscript, index: str, stored: set[str]) -> bool:
-    """Whether what a part is taken of is known: a step is of a tensor, and what a body made nothing else changes.
-
-    Args:
-        node: the part.
-        index: of the loop.
-        stored: what the body makes.
-    """
-    of = node.value
-    own = isinstance(of, ast.Name) and of.id in stored
-    return index in names_in(node.slice) or own or not isinstance(of, (ast.Name, ast.Attribute))
 
 
 def _adds_to_its_own(statement: ast.AugAssign, loop: ast.For, before: Sequence[ast.stmt]) -> bool:
@@ -119,6 +94,8 @@ def _is_fresh(value: ast.expr) -> bool:
     if isinstance(value, ast.Constant):
         return isinstance(value.value, (int, float))
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    if any(each.arg in (None, "out") for each in value.keywords):
         return False
     of, name = ast.unparse(value.func.value), value.func.attr
     if of == "torch":

@@ -20,14 +20,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.recurrences.layers import RecurrentCalls
+from paraplan.capture.recurrences.loop_results import LoopResults, storage_of
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
 from paraplan.capture.recurrences.pure_calls import is_fixed, is_pure_call
 
 T = TypeVar("T")
+_SIGNS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _ADDED = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _IN_PLACE = {"+": operator.iadd, "-": operator.isub, "*": operator.imul}
 LONG = 64
 """Steps from which on a loop that is run step by step is told of."""
+_JOINS = (torch.cat, torch.concat, torch.concatenate)
+_CHANGES = frozenset({"__setitem__", *(f"__i{name}__" for name in _SIGNS)})
 MOST_FIRST_STEPS = 2
 """Steps run by their number before one stands for the rest."""
 
@@ -67,11 +71,13 @@ class Loops:
         began: how many were marked.
         active: the one whose step is being recorded.
         watched: whether there may be one at all.
+        results: what they made.
     """
 
     def __init__(self, apart: Mapping[str, str] | None = MappingProxyType({})) -> None:
         self.apart, self.began, self.watched = apart, 0, False
         self.active: Loop | None = None
+        self.results = LoopResults()
 
     def mode(self) -> AbstractContextManager[object]:
         """What a forward is traced under."""
@@ -110,7 +116,9 @@ class Loop:
         self.outs: list[list[Tensor]] = []
         self.made: list[Tensor] = []
         self.read: list[Tensor] = []
-        self.sources: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self.marks: list[Tensor] = []
+        self.steps: list[Tensor] = []
+        self.sources: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
 
     def __iter__(self) -> Iterator[object]:
         if not self.rolled:
@@ -153,7 +161,8 @@ class Loop:
         if not self.marked:
             return self.values
         tensors = _tensors(self.values)
-        marks = iter(BEGIN(tensors, self.number, self.run) if tensors else ())
+        self.marks = BEGIN(tensors, self.number, self.run) if tensors else []
+        marks = iter(self.marks)
         return tuple(_with(value, marks) for value in self.values)
 
     def leave(self, names: Mapping[str, object], carries: Sequence[str], after: Sequence[str]) -> None:
@@ -179,7 +188,17 @@ class Loop:
             raise NotALoop(self.where, "what is read after the loop is no tensor")
         if all(isinstance(x, nn.Parameter) for x in self.read):
             raise NotALoop(self.where, "no step reads its part of an activation")
-        self.outs.append([*_tensors(carried), *self.kept, *lasts])  # type: ignore[list-item]
+        outs = [*_tensors(carried), *self.kept, *lasts]
+        self.outs.append(outs)  # type: ignore[arg-type]
+        self._watch(outs)  # type: ignore[arg-type]
+
+    def _watch(self, outs: Sequence[Tensor]) -> None:
+        """What a step hands on may be what it was given, and more names than one may be for it."""
+        given = set(map(storage_of, outs))
+        for made, of in ((self.marks, _tensors(self.values)), (self.steps, [x for x, _ in self.sources.values()])):
+            if not given.isdisjoint(map(storage_of, made)):
+                self.loops.results.watch(of, self.where)
+        self.loops.results.watch(outs, self.where)
 
     def ends(self, names: Mapping[str, object], read: Sequence[str]) -> tuple[object, ...]:
         """The values after the last step: of what is carried, then of what else is read after the loop."""
@@ -190,14 +209,15 @@ class Loop:
         reverse, steps = self.indices.step < 0, len(self.indices) - self.first
         made = END(outs, again, count, steps, reverse, self.number, self.where)
         ends, stacks = made[:count], made[count:]
+        self.loops.results.watch(made, self.where)
         self.made, rest = stacks[: len(self.kept)], stacks[len(self.kept) :]
         given = iter(ends)
         carried = (_with(value, given) for value in self.values)
         return (*carried, *(stack.select(0, 0 if reverse else steps - 1) for stack in rest))
 
-    def pure(self, called: T) -> T:
-        """What a step calls; refused where that may change something or keep a state."""
-        if self.rolled and not is_pure_call(called):
+    def pure(self, called: T, count: int) -> T:
+        """What a step calls, giving it so much by place; refused where that may change something or keep a state."""
+        if self.rolled and not is_pure_call(called, count):
             name = getattr(called, "__name__", type(called).__name__)
             raise NotALoop(self.where, f"a step calls {name}, which may keep something from step to step")
         return called
@@ -228,7 +248,7 @@ class Loop:
         if not self.marked:
             into.append(value)
             return
-        if not isinstance(value, Tensor) or any(each is into for each in self.lists):
+        if type(into) is not list or not isinstance(value, Tensor) or any(each is into for each in self.lists):
             raise NotALoop(self.where, "a step appends something else than one tensor to a list")
         into.append(value)  # for a step that reads it, which the second run then shows
         self.lists.append(into)
@@ -240,8 +260,11 @@ class Loop:
             return into
         place = next(index for index, each in enumerate(self.lists) if each is into)
         stack = self.made[place]
-        del into[-2:]  # of both runs
-        return Stacked(into, stack.flip(0) if self.indices.step < 0 else stack)
+        whole = stack.flip(0) if self.indices.step < 0 else stack
+        parts = whole.unbind(0)
+        into[-2:] = parts  # for those of both runs
+        self.loops.results.filled(whole, parts, self.where)
+        return into
 
     def _part(self, x: Tensor, dim: int, offset: int) -> Tensor:
         """The steps of a tensor along a dim, in ascending order."""
@@ -256,11 +279,12 @@ class Loop:
     def take(self, x: Tensor, index: object) -> Tensor:
         """`x[index]`, with the step's index among the indices."""
         dim, offset, rest = _place(x, index, self)
-        key = (id(x), dim, offset + self.first)
+        key = (id(x), dim, offset, self.first)
         if key not in self.sources:
             self.sources[key] = x, self._part(x, dim, offset)
         self.read.append(x)
         step = STEP(self.sources[key][1], dim, self.number, self.run)
+        self.steps.append(step)
         return step[rest] if any(each is None or each != slice(None) for each in rest) else step
 
 
@@ -283,7 +307,7 @@ def _alike(before: object, after: object) -> bool:
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape == after.shape and before.dtype == after.dtype
     known = before is None or isinstance(before, (int, float, str, torch.dtype))
-    return known and type(before) is type(after) and before == after
+    return known and type(before) is type(after) and repr(before) == repr(after)  # 0.0 is not -0.0
 
 
 def _place(x: Tensor, index: object, loop: Loop) -> tuple[int, int, tuple[Any, ...]]:
@@ -307,48 +331,6 @@ def _indexed(part: slice) -> bool:
     return any(isinstance(each, Index) for each in (part.start, part.stop, part.step))
 
 
-class Stacked(list):  # type: ignore[type-arg]
-    """A list of tensors of which most are steps of one: what stacks or joins them takes that one."""
-
-    def __init__(self, first: Sequence[Tensor], rest: Tensor) -> None:
-        super().__init__()
-        self.head, self.rest = list(first), rest
-
-    def whole(self) -> Tensor:
-        """All of them, [step, ...]."""
-        return torch.cat([torch.stack(self.head), self.rest]) if self.head else self.rest
-
-    def _all(self) -> list[Tensor]:
-        return [*self.head, *self.rest.unbind(0)]
-
-    def __len__(self) -> int:
-        return len(self.head) + self.rest.shape[0]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._all())
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step == -1 and len(range(start, stop, step)) == len(self):
-                return Stacked([], self.whole().flip(0))
-            return Stacked([], self.whole()[start:stop:step]) if step > 0 and stop > start else self._all()[index]
-        place = range(len(self))[index]
-        return self.head[place] if place < len(self.head) else self.rest.select(0, place - len(self.head))
-
-    def __add__(self, other: Any) -> list[Any]:
-        return self._all() + list(other)
-
-    def __reversed__(self) -> Iterator[Tensor]:
-        return reversed(self._all())
-
-    def append(self, value: Any) -> NoReturn:
-        """Not after a loop."""
-        raise NotALoop("", "a list that a loop has filled is filled further")
-
-    extend = insert = pop = remove = reverse = sort = clear = __setitem__ = __delitem__ = __iadd__ = append  # type: ignore[assignment]
-
-
 _GET = Tensor.__getitem__
 
 
@@ -368,16 +350,18 @@ class LoopMode(TorchFunctionMode):
             return loop.take(*args)
         if loop is not None and any(isinstance(x, Tensor) and x.is_complex() for x in args):
             raise NotALoop(loop.where, "a step computes with complex numbers")
+        name = getattr(func, "__name__", "")
+        if args and (name in _CHANGES or (name.endswith("_") and not name.endswith("__"))):
+            self.loops.results.check(args[0])
         listed = args[0] if args else kwargs.get("tensors")
-        if isinstance(listed, Stacked):
-            dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-            if func is torch.stack:
-                return listed.whole().movedim(0, dim)
-            if func in (torch.cat, torch.concat, torch.concatenate):
-                whole = listed.whole()
+        if func in (torch.stack, *_JOINS) and isinstance(listed, (list, tuple)):
+            whole = self.loops.results.joined(listed)
+            if whole is not None:
+                dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+                if func is torch.stack:
+                    return whole.movedim(0, dim).clone()
                 place = dim % (whole.dim() - 1)
-                return whole.movedim(0, place).flatten(place, place + 1)
-            args = (list(listed), *args[1:])
+                return whole.movedim(0, place).flatten(place, place + 1).clone()
         if self.loops.apart is not None and loop is None and (layers := self.recurrent.of(func, args, kwargs)):
             return layers(*args)
         return func(*args, **kwargs)

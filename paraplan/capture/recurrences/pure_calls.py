@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 
 import torch
@@ -19,27 +20,33 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
     }
 )
 """torch's layers that are functions of their parameters, where they do not work in place."""
-_BUILTINS: tuple[object, ...] = (len, tuple, isinstance, slice)
+_BUILTINS: tuple[object, ...] = (tuple, slice)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def is_pure_call(called: object) -> bool:
+def is_pure_call(called: object, count: int) -> bool:
     """Whether something may be called in a step that stands for others.
 
     Args:
         called: a function, a method or a module.
+        count: of what it is given by place, a flag for "in place" perhaps among it.
     """
     if isinstance(called, nn.Module):
         return _is_pure_layer(called)
-    if isinstance(called, types.BuiltinMethodType) and type(called.__self__) in (Tensor, nn.Parameter):
-        return not called.__name__.endswith("_")
-    return any(called is each for each in _BUILTINS) or id(called) in _functions()
+    name = getattr(called, "__name__", "_")
+    if isinstance(getattr(called, "__self__", None), Tensor) and not name.endswith("_"):
+        own = getattr(called, "__func__", None)
+        return isinstance(called, types.BuiltinMethodType) or (own is not None and own is getattr(Tensor, name, None))
+    if id(called) in _functions():
+        names = list(inspect.signature(called).parameters) if isinstance(called, types.FunctionType) else []
+        return "inplace" not in names[:count]
+    return any(called is each for each in _BUILTINS)
 
 
 def is_fixed(whole: object) -> bool:
     """Whether parts of something are the same in every step: of what a list or an object of one's own holds another
     name may tell otherwise."""
-    return isinstance(whole, (Tensor, nn.ModuleList, nn.ParameterList))
+    return isinstance(whole, (Tensor, nn.ModuleList, nn.ParameterList)) or type(whole) in (tuple, torch.Size)
 
 
 def _is_pure_layer(layer: nn.Module) -> bool:

@@ -1,0 +1,63 @@
+"""What the loops of an export made, under whatever names: the parts of stacked results, and what has other names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paraplan.capture.recurrences.markers import NotALoop
+
+
+def storage_of(x: Tensor) -> int:
+    """What tensors of the same memory have in common."""
+    return x.untyped_storage()._cdata
+
+
+class LoopResults:
+    """Results of loops: lists have the parts of one tensor each, which is taken for them where they are joined."""
+
+    def __init__(self) -> None:
+        self._wholes: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        self._parts: dict[int, tuple[int, int]] = {}
+        self._watched: dict[int, tuple[Tensor, str]] = {}
+
+    def filled(self, whole: Tensor, parts: tuple[Tensor, ...], where: str) -> None:
+        """A list was filled by a loop.
+
+        Args:
+            whole, parts: a tensor and its parts along its first dim, which the list has.
+            where: the loop's place in the user's code.
+        """
+        self._parts |= {id(part): (len(self._wholes), index) for index, part in enumerate(parts)}
+        self._wholes.append((whole, parts))
+        self.watch([whole], where)
+
+    def watch(self, tensors: Sequence[Tensor], where: str) -> None:
+        """Tensors that a loop at a place has other names for: none may be changed in place."""
+        self._watched |= {storage_of(x): (x, where) for x in tensors}
+
+    def check(self, changed: object) -> None:
+        """Refuse to change a tensor in place that a loop has other names for."""
+        found = self._watched.get(storage_of(changed)) if isinstance(changed, Tensor) else None
+        if found is not None:
+            raise NotALoop(found[1], "what it was given or gives is changed in place after it")
+
+    def joined(self, listed: Sequence[object]) -> Tensor | None:
+        """A list as one tensor [number, ...], where its last ones are parts of one that a loop made, in order."""
+        places = [self._parts.get(id(each)) for each in listed]
+        head = next((at for at, place in enumerate(places) if place is not None), len(places))
+        rest = [place for place in places[head:] if place is not None]
+        if len(rest) < len(places) - head or len(rest) < 2 or len({number for number, _ in rest}) > 1:
+            return None
+        at = [index for _, index in rest]
+        step = at[1] - at[0]
+        if step == 0 or at != list(range(at[0], at[0] + step * len(at), step)):
+            return None
+        whole = self._wholes[rest[0][0]][0]
+        low, high = min(at), max(at) + 1
+        found = whole if high - low == whole.shape[0] and abs(step) == 1 else whole[low : high : abs(step)]
+        found = found.flip(0) if step < 0 else found
+        first = [each for each in listed[:head] if isinstance(each, Tensor)]
+        return torch.cat([torch.stack(first), found]) if first else found
