@@ -25,11 +25,14 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import torch
+
 from paraplan.capture.recurrences.loop_purity import (
     ADDED,
     append_of,
     appended_names,
     impure_line,
+    is_only_joined,
     names_in,
     stored_names,
     used_names,
@@ -57,7 +60,9 @@ def looped_code(function: types.FunctionType) -> types.CodeType | None:
     code = function.__code__
     if any(name in _BUILTINS for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)):
         return None
-    if any(name in function.__globals__ for name in _BUILTINS):
+    if any(name in function.__globals__ for name in _BUILTINS) or "locals" in code.co_names:
+        return None
+    if function.__globals__.get("torch", torch) is not torch or "torch" in (*code.co_varnames, *code.co_freevars):
         return None
     given = made.args  # what parameters are by default is the function's, whatever its code
     given.defaults, given.kw_defaults, made.returns = [], [None] * len(given.kwonlyargs), None
@@ -87,6 +92,7 @@ class _Rewriter:
 
     def __init__(self, path: str, function: ast.FunctionDef, shared: Sequence[str]) -> None:
         self.path, self.function, self.shared, self.count = path, function, shared, 0
+        self.whole = copy.deepcopy(function)  # as it was
 
     def block(self, body: Sequence[ast.stmt], within: bool = False) -> list[ast.stmt]:
         """What stands for statements; `within`: they are run again and again."""
@@ -99,7 +105,7 @@ class _Rewriter:
             before, looped = self._over_range(node)
             if not within and _takes_steps(looped):
                 if (why := self._why_not(looped, lines)) is None:
-                    return [*before, *self._loop(looped, within)]
+                    return [*before, *self._loop(looped, lines, within)]
                 if looped is node:  # told of where it is long
                     (begun,) = _parsed([self._begun(node, why)], node)
                     assert isinstance(begun, ast.Expr)
@@ -132,7 +138,7 @@ class _Rewriter:
         loop.body, loop.orelse, loop.end_lineno = [*part, *node.body], node.orelse, node.end_lineno
         return before, loop
 
-    def _loop(self, node: ast.For, within: bool) -> list[ast.stmt]:
+    def _loop(self, node: ast.For, lines: Sequence[ast.stmt], within: bool) -> list[ast.stmt]:
         name = f"__paraplan_loop_{self.count}__"
         self.count += 1
         carried, made, lists = _carried(node), stored_names(node), appended_names(node)
@@ -141,7 +147,8 @@ class _Rewriter:
         enter = f"{_targets(carried)}{name}.enter(locals(), {tuple(carried)!r})"
         leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
-        collected = [f"{each} = {name}.collected({each})" for each in lists]
+        joined = [each not in self.shared and is_only_joined(each, node, lines, self.whole) for each in lists]
+        collected = [f"{each} = {name}.collected({each}, {alone})" for each, alone in zip(lists, joined, strict=True)]
         asked = _Asked(name)
         body = [_Appends(name).visit(asked.visit(statement)) for statement in node.body]
         node.iter = ast.Name(name, ast.Load())

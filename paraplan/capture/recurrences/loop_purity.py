@@ -19,6 +19,7 @@ _PURE = (
 """What expressions of a body may consist of."""
 _FRESH = frozenset({"zeros", "ones", "full", "empty"})
 """What functions of torch, with `_like` or without, and with `new_` methods of tensors make that has no other name."""
+_JOINS = frozenset({"stack", "cat", "concat", "concatenate"})
 ADDED = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 """What `acc += x` may be instead."""
 
@@ -88,6 +89,33 @@ def _adds_to_its_own(statement: ast.AugAssign, loop: ast.For, before: Sequence[a
         if name in {each.id for each in ast.walk(line) if isinstance(each, ast.Name)}:
             return False
     return False
+
+
+def is_only_joined(name: str, loop: ast.For, before: Sequence[ast.stmt], function: ast.FunctionDef) -> bool:
+    """Whether a list that a loop fills is made right before it, and nothing but what joins lists reads it.
+
+    Args:
+        name: of the list.
+        loop: its code.
+        before: the statements before it in its block.
+        function: all of the code.
+    """
+    made = next((line for line in reversed(before) if name in names_in(line)), None)
+    if not isinstance(made, ast.Assign) or ast.unparse(made) != f"{name} = []":
+        return False
+    every = [each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == name]
+    calls = (append_of(line) for line in ast.walk(loop) if isinstance(line, ast.Expr))
+    appends = [call for call in calls if call is not None and name in names_in(call.func)]
+    reads = [each for each in ast.walk(function) if isinstance(each, ast.Call) and _joins(each, name)]
+    return len(every) == 1 + len(appends) + len(reads)
+
+
+def _joins(call: ast.Call, name: str) -> bool:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in _JOINS or not call.args:
+        return False
+    of = call.args[0]
+    of = of.value if isinstance(of, ast.Subscript) and isinstance(of.slice, ast.Slice) else of
+    return isinstance(of, ast.Name) and of.id == name
 
 
 def _is_fresh(value: ast.expr) -> bool:

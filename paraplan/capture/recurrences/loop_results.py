@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,3 +62,27 @@ class LoopResults:
         found = found.flip(0) if step < 0 else found
         first = [each for each in listed[:head] if isinstance(each, Tensor)]
         return torch.cat([torch.stack(first), found]) if first else found
+
+
+class Stacked(list):  # type: ignore[type-arg]
+    """What a loop filled a list with, as a tensor: for what joins it."""
+
+    def __init__(self, first: Sequence[Tensor], rest: Tensor, where: str) -> None:
+        super().__init__()
+        self.whole = torch.cat([torch.stack(list(first)), rest]) if first else rest
+        self.where = where
+
+    def __getitem__(self, index: Any) -> Stacked:
+        if not isinstance(index, slice):
+            self._refuse()
+        start, stop, step = index.indices(self.whole.shape[0])
+        if step == -1 and len(range(start, stop, step)) == self.whole.shape[0]:
+            return Stacked([], self.whole.flip(0), self.where)
+        if step < 0 or stop <= start:
+            self._refuse()
+        return Stacked([], self.whole[start:stop:step], self.where)
+
+    def _refuse(self, *args: object) -> NoReturn:
+        raise NotALoop(self.where, "a list that it fills is read other than by torch.stack and torch.cat")
+
+    __iter__ = __len__ = __add__ = __radd__ = __contains__ = __reversed__ = append = extend = copy = _refuse  # type: ignore[assignment]

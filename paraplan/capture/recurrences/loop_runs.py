@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.recurrences.layers import RecurrentCalls
-from paraplan.capture.recurrences.loop_results import LoopResults, storage_of
+from paraplan.capture.recurrences.loop_results import LoopResults, Stacked, storage_of
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
 from paraplan.capture.recurrences.pure_calls import is_fixed, is_pure_call
 
@@ -254,15 +254,22 @@ class Loop:
         self.lists.append(into)
         self.kept.append(value)
 
-    def collected(self, into: list[Any]) -> list[Any]:
-        """A list after the loop."""
+    def collected(self, into: list[Any], is_joined: bool) -> list[Any]:
+        """A list after the loop.
+
+        Args:
+            into: the list.
+            is_joined: whether nothing but what joins it reads it, so that its parts need not be made.
+        """
         if not self.rolled:
             return into
         place = next(index for index, each in enumerate(self.lists) if each is into)
         stack = self.made[place]
         whole = stack.flip(0) if self.indices.step < 0 else stack
+        if is_joined:
+            return Stacked(into[:-2], whole, self.where)  # but for those of both runs
         parts = whole.unbind(0)
-        into[-2:] = parts  # for those of both runs
+        into[-2:] = parts
         self.loops.results.filled(whole, parts, self.where)
         return into
 
@@ -355,7 +362,7 @@ class LoopMode(TorchFunctionMode):
             self.loops.results.check(args[0])
         listed = args[0] if args else kwargs.get("tensors")
         if func in (torch.stack, *_JOINS) and isinstance(listed, (list, tuple)):
-            whole = self.loops.results.joined(listed)
+            whole = listed.whole if isinstance(listed, Stacked) else self.loops.results.joined(listed)
             if whole is not None:
                 dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
                 if func is torch.stack:
