@@ -184,8 +184,39 @@ def cut_lists(net: Net, x: Tensor) -> Tensor:
     return torch.stack(out[::-1], 1)[:, 1:-1] * torch.stack(out[1:-1], 1) + torch.cat(out[::3][:1], 1)[:, None]
 
 
+def filled_for_the_caller(net: Net, x: Tensor) -> Tensor:
+    def fill(h: Tensor, out: list[Tensor]) -> Tensor:
+        for t in range(x.shape[1]):
+            h = h.sin() + x[:, t]
+            out.append(h)
+        return h
+
+    states: list[Tensor] = [x[:, 0]]
+    same = states
+    last = fill(x[:, 0], states)
+    return [x[:, 1], *same][2] * len(states) + sum(states) + last + torch.stack(same, 1).sum(1)
+
+
+def advantages(net: Net, x: Tensor) -> Tensor:
+    rewards, values, out = x[:, :-1], x.detach().cos() * net.rates[: x.shape[1], None], []
+    found = 0
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + 0.9 * values[:, t + 1] - values[:, t]
+        found = delta + 0.8 * found
+        out.append(found)
+    return torch.stack(out[::-1], 1)
+
+
+def with_a_default(net: Net, x: Tensor, *, scale: Callable[[Tensor], Tensor] = lambda x: x * 2) -> Tensor:
+    h = x[:, 0]
+    for t in range(x.shape[1]):
+        h = h.sin() + x[:, t]
+    return scale(h)
+
+
 LOOPS = [unbound, enumerated, listed, joined, backward_in_time, neighbours, two_states]
 LOOPS += [by_other_names, summed, layers_called, tuple_carried, cut_up, cut_lists]
+LOOPS += [filled_for_the_caller, advantages, with_a_default]
 
 
 def ends_early(net: Net, x: Tensor) -> Tensor:
@@ -415,7 +446,68 @@ def function_of_ones_own(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def counted_from_one(net: Net, x: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    for t, part in enumerate(x[:, 1:].unbind(1), 1):
+        h = h.sin() * part + net.rates[t]
+    return h
+
+
+def changed_after_it(net: Net, x: Tensor) -> Tensor:
+    h, out = net.inner(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = h.sin() + x[:, t]
+        out.append(h)
+    h += 1.0
+    return out[-1] * out[0]
+
+
+def given_before_it_is_changed(net: Net, x: Tensor) -> Tensor:
+    h, out = torch.zeros_like(x[:, 0]), []
+    start = h
+    for t in range(x.shape[1]):
+        out.append(h)
+        h = h.sin() + x[:, t]
+    start += 1.0
+    return out[0] + out[-1]
+
+
+def flag_that_is_named(net: Net, x: Tensor) -> Tensor:
+    flag, h = 1, net.inner(x[:, 0])
+    first = h
+    for t in range(x.shape[1]):
+        h = F.leaky_relu(h, 0.5, flag) + x[:, t]
+    return h + first
+
+
+def list_by_another_name(net: Net, x: Tensor) -> Tensor:
+    h, out = x[:, 0], []
+    same = out
+    for t in range(x.shape[1]):
+        h = h.sin() + x[:, t] * len(same)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def object_that_counts(net: Net, x: Tensor) -> Tensor:
+    class Counts:
+        count = 0
+
+        def __rmul__(self, other: Tensor) -> Tensor:
+            self.count += 1
+            return other.sin() * self.count
+
+        __torch_function__ = None
+
+    h, counts = x[:, 0], Counts()
+    for t in range(x.shape[1]):
+        h = h * counts + x[:, t]
+    return h
+
+
 NO_LOOPS = [
+    *(counted_from_one, changed_after_it, given_before_it_is_changed, flag_that_is_named, list_by_another_name),
+    object_that_counts,
     *(flagged_in_place, summed_with_another_name, summed_where_zeros_are_kept),
     *(layer_in_place, layer_with_a_hook, part_of_a_list, function_of_ones_own),
     *(nested, masked, written, begun_with_none, grown_in_place, view_of_carried, two_back, by_length, through_a_view),

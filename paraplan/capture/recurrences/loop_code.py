@@ -128,7 +128,7 @@ class _Rewriter:
         if parts is None:
             return [], node
         of = f"__paraplan_parts_{self.count}__"
-        before = _parsed([f"{of} = {parts[0]}"], node)
+        before = _parsed([f"{of} = {HELPER}.__self__.unbound({parts[0]})"], node)
         index = ast.unparse(node.target.elts[0]) if counted else index  # type: ignore[attr-defined]
         target = ast.unparse(node.target.elts[1]) if counted else ast.unparse(node.target)  # type: ignore[attr-defined]
         part = _parsed([f"{target} = {of}[(slice(None),) * {parts[1]} + ({index},)]"], node)
@@ -144,7 +144,9 @@ class _Rewriter:
         carried, made, lists = _carried(node), stored_names(node), appended_names(node)
         after = [each for each in made if each not in carried and self._read_after(each, node, within)]
         begin = f"{name} = {self._begun(node)}"
-        enter = f"{_targets(carried)}{name}.enter(locals(), {tuple(carried)!r})"
+        read = {each for line in node.body for each in used_names(line, False)}
+        outer = tuple(sorted(read - {*made, *lists, node.target.id}))  # type: ignore[attr-defined]
+        enter = f"{_targets(carried)}{name}.enter(locals(), {tuple(carried)!r}, {outer!r})"
         leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
         joined = [each not in self.shared and is_only_joined(each, node, lines, self.whole) for each in lists]

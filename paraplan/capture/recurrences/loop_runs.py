@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from paraplan.capture.recurrences.layers import RecurrentCalls
 from paraplan.capture.recurrences.loop_results import LoopResults, Stacked, storage_of
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
-from paraplan.capture.recurrences.pure_calls import is_fixed, is_pure_call
+from paraplan.capture.recurrences.pure_calls import is_fixed, is_plain, is_pure_call
 
 T = TypeVar("T")
 _SIGNS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -82,6 +82,12 @@ class Loops:
     def mode(self) -> AbstractContextManager[object]:
         """What a forward is traced under."""
         return LoopMode(self) if self.watched else nullcontext()
+
+    def unbound(self, x: object) -> object:
+        """What a loop goes over the parts of."""
+        if not isinstance(x, Tensor):
+            raise NotALoop("", "unbind is of something else than a tensor")
+        return x
 
     def begin(self, where: str, indices: range, why: str = "") -> Loop:
         """A loop that is about to run.
@@ -150,10 +156,20 @@ class Loop:
         for each in self.lists:
             each.pop()
 
-    def enter(self, names: Mapping[str, object], carried: Sequence[str]) -> tuple[object, ...]:
-        """The carried values that a step is given."""
+    def enter(self, names: Mapping[str, object], carried: Sequence[str], outer: Sequence[str]) -> tuple[object, ...]:
+        """The carried values that a step is given.
+
+        Args:
+            names: variables of the function, with their values.
+            carried: those of the step before that it reads.
+            outer: others that it reads.
+        """
         if not self.rolled:
             return tuple(names.get(name) for name in carried)
+        for name in outer:
+            if name in names and not is_plain(names[name]):
+                kind = type(names[name]).__qualname__
+                raise NotALoop(self.where, f"a step reads {name}, a {kind}, which may be another one in every step")
         if any(name not in names for name in carried):
             raise NotALoop(self.where, "a step reads what only the step before has made")
         if self.run <= 1 and self.marked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 
@@ -21,6 +22,10 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
 )
 """torch's layers that are functions of their parameters, where they do not work in place."""
 _BUILTINS: tuple[object, ...] = (tuple, slice)
+_PLAIN = (
+    *(Tensor, nn.Module, int, float, complex, str, list, tuple, dict, type, torch.dtype, torch.device, torch.layout),
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -41,6 +46,15 @@ def is_pure_call(called: object, count: int) -> bool:
         names = list(inspect.signature(called).parameters) if isinstance(called, types.FunctionType) else []
         return "inplace" not in names[:count]
     return any(called is each for each in _BUILTINS)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value's operators are those that everyone knows: an object of one's own may count how often it is used.
+
+    Args:
+        value: of a variable that a step reads.
+    """
+    return value is None or isinstance(value, _PLAIN)
 
 
 def is_fixed(whole: object) -> bool:
