@@ -1,4 +1,4 @@
-"""A language model with a recurrent cell, unrolled over time: every step is the same piece of the program."""
+"""A language model with a recurrent cell: over few tokens every step is a piece of the program, over many a loop."""
 
 from __future__ import annotations
 
