@@ -92,7 +92,7 @@ class _Rewriter:
 
     def __init__(self, path: str, function: ast.FunctionDef, shared: Sequence[str]) -> None:
         self.path, self.function, self.shared, self.count = path, function, shared, 0
-        self.whole = copy.deepcopy(function)  # as it was
+        self.original = copy.deepcopy(function)
 
     def block(self, body: Sequence[ast.stmt], within: bool = False) -> list[ast.stmt]:
         """What stands for statements; `within`: they are run again and again."""
@@ -149,7 +149,7 @@ class _Rewriter:
         enter = f"{_targets(carried)}{name}.enter(locals(), {tuple(carried)!r}, {outer!r})"
         leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
-        joined = [each not in self.shared and is_only_joined(each, node, lines, self.whole) for each in lists]
+        joined = [each not in self.shared and is_only_joined(each, node, lines, self.original) for each in lists]
         collected = [f"{each} = {name}.collected({each}, {alone})" for each, alone in zip(lists, joined, strict=True)]
         asked = _Asked(name)
         body = [_Appends(name).visit(asked.visit(statement)) for statement in node.body]

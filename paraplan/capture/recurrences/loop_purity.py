@@ -3,8 +3,7 @@
 Two recorded steps say nothing of what a body hides from them: a tensor changed in place that has other names, a history
 read at some distance, a state that a cell, a closure or an object keeps. So a body may do no more than give names to
 expressions that change nothing, append to lists it does not read, and add to what only it has a name for. What an
-expression calls and takes parts of is judged by its text where that is enough, and by its value when the loop runs
-(`pure_calls`).
+expression calls and takes parts of is judged by its value when the loop runs (`pure_calls`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ _PURE = (
 """What expressions of a body may consist of."""
 _FRESH = frozenset({"zeros", "ones", "full", "empty"})
 """What functions of torch, with `_like` or without, and with `new_` methods of tensors make that has no other name."""
-_JOINS = frozenset({"stack", "cat", "concat", "concatenate"})
+_JOINS = frozenset({"torch.stack", "torch.cat", "torch.concat", "torch.concatenate"})
+"""Functions that make one tensor of a list."""
 ADDED = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 """What `acc += x` may be instead."""
 
@@ -111,7 +111,7 @@ def is_only_joined(name: str, loop: ast.For, before: Sequence[ast.stmt], functio
 
 
 def _joins(call: ast.Call, name: str) -> bool:
-    if not isinstance(call.func, ast.Attribute) or call.func.attr not in _JOINS or not call.args:
+    if ast.unparse(call.func) not in _JOINS or not call.args:
         return False
     of = call.args[0]
     of = of.value if isinstance(of, ast.Subscript) and isinstance(of.slice, ast.Slice) else of

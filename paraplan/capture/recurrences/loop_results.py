@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from paraplan.capture.recurrences.markers import NotALoop
-
-
-def storage_of(x: Tensor) -> int:
-    """What tensors of the same memory have in common."""
-    return x.untyped_storage()._cdata
+from paraplan.capture.torch_private import storage_key
 
 
 class LoopResults:
@@ -37,11 +33,11 @@ class LoopResults:
 
     def watch(self, tensors: Sequence[Tensor], where: str) -> None:
         """Tensors that a loop at a place has other names for: none may be changed in place."""
-        self._watched |= {storage_of(x): (x, where) for x in tensors}
+        self._watched |= {storage_key(x): (x, where) for x in tensors}
 
     def check(self, changed: object) -> None:
         """Refuse to change a tensor in place that a loop has other names for."""
-        found = self._watched.get(storage_of(changed)) if isinstance(changed, Tensor) else None
+        found = self._watched.get(storage_key(changed)) if isinstance(changed, Tensor) else None
         if found is not None:
             raise NotALoop(found[1], "what it was given or gives is changed in place after it")
 

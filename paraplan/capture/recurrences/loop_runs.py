@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.recurrences.layers import RecurrentCalls
-from paraplan.capture.recurrences.loop_results import LoopResults, Stacked, storage_of
+from paraplan.capture.recurrences.loop_results import LoopResults, Stacked
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
 from paraplan.capture.recurrences.pure_calls import is_fixed, is_plain, is_pure_call
+from paraplan.capture.torch_private import storage_key
 
 T = TypeVar("T")
 _SIGNS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -210,9 +211,9 @@ class Loop:
 
     def _watch(self, outs: Sequence[Tensor]) -> None:
         """What a step hands on may be what it was given, and more names than one may be for it."""
-        given = set(map(storage_of, outs))
+        given = set(map(storage_key, outs))
         for made, of in ((self.marks, _tensors(self.values)), (self.steps, [x for x, _ in self.sources.values()])):
-            if not given.isdisjoint(map(storage_of, made)):
+            if not given.isdisjoint(map(storage_key, made)):
                 self.loops.results.watch(of, self.where)
         self.loops.results.watch(outs, self.where)
 

@@ -26,6 +26,7 @@ _PLAIN = (
     *(Tensor, nn.Module, int, float, complex, str, list, tuple, dict, type, torch.dtype, torch.device, torch.layout),
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
 )
+"""What has no operators of a user's own, but for modules."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -74,7 +75,11 @@ def _is_pure_layer(layer: nn.Module) -> bool:
 
 @SESSION.cached(1)
 def _functions() -> frozenset[int]:
-    """The public functions of torch that have no other name for "in place", by identity."""
+    """The public functions of torch, none put in their place by others, that do not work in place, by identity."""
     spaces = torch, torch.special, torch.linalg, nn.functional
-    named = ((name, getattr(space, name)) for space in spaces for name in dir(space) if not name.startswith("_"))
-    return frozenset(id(each) for name, each in named if callable(each) and not name.endswith("_"))
+    named = ((name, getattr(space, name)) for space in spaces for name in dir(space) if name[0] != "_" != name[-1])
+    return frozenset(id(each) for _, each in named if callable(each) and not _is_replaced(each))
+
+
+def _is_replaced(function: object) -> bool:
+    return isinstance(function, types.FunctionType) and not function.__module__.startswith("torch")
