@@ -42,7 +42,7 @@ NET = ("plan", "zoo:net", "local:2")
         ((*NET, "--set", "n_layer=2"), ("--set belongs to hf:",)),
         ((*NET, "--batch", "4"), ("--batch", "zoo:net")),
         (("plan", "zoo:net", "local:3", "--dp", "3"), ("batch of 8", "3")),
-        ((*NET, "--microbatches", "3"), ("batch of 8", "3 microbatches")),
+        ((*NET, "--microbatches", "3"), ("--microbatches 3 does not divide a batch of 8", "give 2 or 4")),
         ((*NET, "--mesh", "a,b"), ("--mesh a,b", "--mesh 2,4")),
         ((*NET, "--mesh", "3"), ("3 places for 2 devices",)),
         ((*NET, "--optimizer", "lion"), ("--optimizer lion", "adamw")),
