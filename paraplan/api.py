@@ -217,7 +217,7 @@ class Plan:
         return f"{len(batches)} steps are the eager model's: largest error {errors.eager:.1e}{how}"
 
     def __str__(self) -> str:
-        return summary(self.data, self.simulate(spans=False))
+        return summary(self.data, self.prediction)
 
     def __repr__(self) -> str:
         found = self.data.prediction
@@ -314,7 +314,6 @@ def compile(
     notes = (*found.plan.notes, *filter(None, (warning,)))
     data = msgspec.structs.replace(found.plan, notes=notes, pins=pins.as_data)
     check_plan(data)
-    _part("programs_of")(data)  # a plan that lowers is one that can be run
     return Plan(data, None, found.solve_s, time.perf_counter() - started, reads)
 
 

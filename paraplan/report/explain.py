@@ -13,7 +13,7 @@ from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.mesh import parse_layout
 from paraplan.ir.model.program import Program
-from paraplan.ir.plan import Plan, Stage
+from paraplan.ir.plan import Plan, Prediction, Stage
 from paraplan.report.breakdown import CollectiveRow, TimeRow, time_breakdown
 from paraplan.report.layouts import KindRow, float8_params, generic_name, kind_rows, layout_words, merged_rows
 from paraplan.report.memory_report import MemoryTold, class_told
@@ -221,20 +221,25 @@ def _reserved_facts(plan: Plan) -> tuple[Fact, ...]:
     )
 
 
-def verdict(plan: Plan, simulation: Simulation) -> tuple[Fact, ...]:
-    """Time, memory, and what was proved."""
-    peak, memory = max(simulation.peak_bytes), device_memory(plan)
+def verdict(plan: Plan, priced: Simulation | Prediction) -> tuple[Fact, ...]:
+    """Time, memory, and what was proved.
+
+    Args:
+        plan: what is told.
+        priced: what it comes to: priced now, or what was predicted as it was planned.
+    """
+    peak, memory = max(priced.peak_bytes), device_memory(plan)
+    copies = f", exposed copies {show_seconds(priced.exposed_copy_s)}" if priced.tier_peak_bytes else ""
     found = [
-        ("step", show_seconds(simulation.step_s)),
+        ("step", show_seconds(priced.step_s)),
         (
             "of it",
-            f"compute {show_seconds(simulation.compute_s)}, "
-            f"exposed communication {show_seconds(simulation.exposed_comm_s)}"
-            + (f", exposed copies {show_seconds(simulation.exposed_copy_s)}" if simulation.copy_s else ""),
+            f"compute {show_seconds(priced.compute_s)}, exposed communication {show_seconds(priced.exposed_comm_s)}"
+            f"{copies}",
         ),
         ("peak memory", f"{show_bytes(peak)} per device of {show_bytes(memory)} ({show_share(peak, memory)})"),
         *_reserved_facts(plan),
-        *(_tier_fact(plan, tier, size) for tier, size in sorted(simulation.tier_peak_bytes.items())),
+        *(_tier_fact(plan, tier, size) for tier, size in sorted(priced.tier_peak_bytes.items())),
     ]
     if plan.prediction is not None:
         found.append(
@@ -275,9 +280,13 @@ def device_memory(plan: Plan) -> int:
     return min(group.device.memory_bytes for group in plan.cluster.groups)
 
 
-def summary(plan: Plan, simulation: Simulation) -> str:
-    """A plan in a few lines of plain text."""
-    rows = [*facts(plan), *verdict(plan, simulation), *(("note", note) for note in plan.notes)]
+def summary(plan: Plan, priced: Prediction) -> str:
+    """A plan in a few lines of plain text.
+
+    Args:
+        plan, priced: as for `verdict`.
+    """
+    rows = [*facts(plan), *verdict(plan, priced), *(("note", note) for note in plan.notes)]
     width = max(len(label) for label, _ in rows)
     return "\n".join(
         [

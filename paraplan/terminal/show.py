@@ -48,7 +48,7 @@ def show_summary(console: Console, plan: Any, saved: Path | None) -> None:
     said = dict(facts(data))
     kept = [(name, said[name]) for name in ("schedule", "parameters", "activations") if name in said]
     asked = [(name, said[name]) for name in ("model", "batch")]
-    console.print(_facts((*asked, *stages_in_short(data), *kept, *verdict(data, plan.simulate(spans=False)))))
+    console.print(_facts((*asked, *stages_in_short(data), *kept, *verdict(data, plan.prediction))))
     console.print(_kinds_in_words(merged_rows(data.program, data.stages)))
     _notes(console, data.notes)
     if plan.total_s is not None:
