@@ -26,7 +26,7 @@ from paraplan.planner.joint.combinations import combinations
 from paraplan.planner.joint.drafting import Drafting
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.estimating import estimate_best
-from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.joint.prices.pricing import Pricing
 from paraplan.planner.pipeline.pipeline_case import case_of, of_few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory

@@ -28,7 +28,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Pricer
-from paraplan.planner.joint.pricing import USUAL
+from paraplan.planner.joint.prices.pricing import USUAL
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices

@@ -11,7 +11,7 @@ from paraplan.baselines.planners.layer_profile import GroupLinks, Profiles
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.joint.pricing_order import usual_samples
+from paraplan.planner.joint.prices.pricing_order import usual_samples
 
 SAMPLES = (1, 2, 4, 8, 16, 32)
 """Of a microbatch on a rank, where one sample has many rows."""

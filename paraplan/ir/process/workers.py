@@ -42,10 +42,14 @@ class Workers:
         count: how many, beside this one.
         setup, args: what each makes once.
         waits: whether they are started only when they are told to (`start`); until then there are none.
+
+    Attributes:
+        lost: processes that ended before they were told to.
+        redone: tasks that a process could not do, and this one could.
     """
 
     def __init__(self, count: int, setup: Callable[..., object], *args: object, waits: bool = False) -> None:
-        self.lost = 0
+        self.lost = self.redone = 0
         self._processes: list[_Process] = []
         self._waiting, self._made_with = count, (setup, args)
         if not waits:
@@ -84,7 +88,7 @@ class Workers:
         except BaseException:
             self.close()
             raise
-        return [function(own, *task) if made is _UNKNOWN else made for made, task in zip(found, tasks, strict=True)]
+        return [self._done(made, function, task, own) for made, task in zip(found, tasks, strict=True)]
 
     def begin(
         self,
@@ -121,9 +125,16 @@ class Workers:
 
         def answer() -> T:
             thread.join()
-            return function(own, *task) if found[0] is _UNKNOWN else found[0]
+            return self._done(found[0], function, task, own)
 
         return answer
+
+    def _done(self, found: T, function: Callable[..., T], task: tuple[Any, ...], own: object) -> T:
+        """What a process found of a task, or this one does where that could not."""
+        if found is _UNKNOWN:
+            found = function(own, *task)
+            self.redone += 1
+        return found
 
     def _drive(
         self,

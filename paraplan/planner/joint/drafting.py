@@ -19,7 +19,7 @@ from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, Pricer
-from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.joint.prices.pricing import Pricing
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower, Start, search_from
 from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
@@ -63,6 +63,15 @@ class PlanningEffort:
         if combination.pp == 1:
             return 0.0
         return self.call_s * WHOLE * self._calls(combination)
+
+    def left(self, combination: Combination, deadline: Deadline) -> float:
+        """The share of the time that is left once its plan is whole; below 0 where that is later.
+
+        Args:
+            combination: which.
+            deadline: of the search.
+        """
+        return 1 - (deadline.passed_s + self.seconds(combination)) / deadline.limit_s
 
     def took(self, combination: Combination, seconds: float) -> None:
         """A pipeline was planned for its first microbatches."""

@@ -24,7 +24,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.drafting import Drafting
 from paraplan.planner.joint.estimate import Estimate, EstimateNumbers
-from paraplan.planner.joint.pricing import Packed, Pricing
+from paraplan.planner.joint.prices.pricing import Packed, Pricing
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower, whole_of
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -55,8 +55,7 @@ class PackedEstimate:
 
     def estimate(self, pricing: Pricing) -> Estimate:
         """It, with its job, its combination being priced as it was."""
-        part = pricing.position(self.combination)[0]
-        own, *others = (each.prices(part) for each in (self.prices, *self.others))
+        own, *others = (each.prices(pricing) for each in (self.prices, *self.others))
         pricing.prices.setdefault(pricing.kind(self.combination), (own, *others))
         return self.numbers.priced(self.combination, own)
 

@@ -33,7 +33,7 @@ from paraplan.planner.pipeline.cuts.balanced_cuts import Short, cut_balanced
 from paraplan.planner.pipeline.cuts.cut_fitting import cut_fitting
 from paraplan.planner.pipeline.cuts.cut_in_step import cut_in_step
 from paraplan.planner.pipeline.cuts.stage_cuts import Bounds, ChainMemory
-from paraplan.planner.pipeline.links import Handed
+from paraplan.planner.pipeline.links import rank_bytes
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import OrderTimes, named_times
@@ -123,7 +123,7 @@ class Pricer(ClosedForm):
 
     def __init__(self, cluster: ClusterSpec, budget: int, stages: Bounds | None = None) -> None:
         super().__init__(cluster, budget)
-        self.stages, self._handed = stages, Handed()
+        self.stages = stages
 
     def estimate(self, combination: Combination, prices: StagePrices, mesh_shape: tuple[int, ...]) -> Estimate | None:
         """What a combination comes to; None where its stages cannot be cut.
@@ -275,7 +275,7 @@ class Pricer(ClosedForm):
         program, size = prices.sharding.job.program, math.prod(mesh_shape)
         if not 0 < stop < len(program.segments) or hop[0] == hop[1]:
             return 0.0
-        held = self._handed.rank_bytes(prices, stop - 1, combination.microbatches, mesh_shape)
+        held = rank_bytes(prices, stop - 1, combination.microbatches, mesh_shape)
         kind = program.kinds[program.segments[stop - 1].kind]
         nbytes = sum(kind.graph.values[name].nbytes for name in kind.outputs)
         part = nbytes // (combination.microbatches * size)

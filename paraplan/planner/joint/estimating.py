@@ -14,8 +14,8 @@ from paraplan.ir.errors import ParaplanError
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, EstimateNumbers, Pricer
-from paraplan.planner.joint.pricing import Packed, Pricing
-from paraplan.planner.joint.pricing_order import Kind
+from paraplan.planner.joint.prices.pricing import Packed, Pricing
+from paraplan.planner.joint.prices.pricing_order import Kind
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 
 ESTIMATED, FEWEST = 40, 20
@@ -164,8 +164,7 @@ def numbers_of(
         share: of the budget, what it is to hold at most.
     """
     if len(pricing.of(combination)) < len(known):
-        part = pricing.position(combination)[0]
-        pricing.prices[pricing.kind(combination)] = tuple(each.prices(part) for each in known)
+        pricing.prices[pricing.kind(combination)] = tuple(each.prices(pricing) for each in known)
     prices = pricing.of(combination)[at]
     pricer = Pricer(pricing.job.cluster, int(share * pricing.budget), pricing.constraints.stages)
     try:

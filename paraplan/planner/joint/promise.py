@@ -18,7 +18,7 @@ from paraplan.planner.joint.estimate import Estimate
 SLACK, FIRST_SLACK, ONE_STAGE_SLACK = 0.01, 0.05, 0.1
 """What an estimate may be too high by: combinations estimated so much above the best plan are left; the second until
 one of its schedule was planned, and it is known by how much estimates are off; the third of one stage, whose plans take
-a second. The first is multiplied by the share of the time that is left, the second by its square."""
+a second. The first is multiplied by the share of the time that is left then, the second by its square."""
 ALIKE = 1.05
 """How much longer than estimated pipelines of a family not planned yet are thought to be at most, for those of others
 having been."""
@@ -55,7 +55,8 @@ class Promise:
 
         Args:
             estimate: which.
-            left: of the time, the share that is left: with less of it, what is less likely to be faster is left out.
+            left: of the time, the share that is left once it is planned: with less of it, what is less likely to be
+                faster is left out, and what takes long to plan before what does not.
         """
         if estimate.family == ONE_STAGE:
             return ONE_STAGE_SLACK

@@ -34,7 +34,7 @@ from paraplan.planner.joint.drafting_beside import PackedEstimate, drafted_besid
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.nothing_found import nothing_found
-from paraplan.planner.joint.pricing import Pricing, pricing_beside
+from paraplan.planner.joint.prices.pricing import Pricing, pricing_beside
 from paraplan.planner.joint.promise import Promise
 from paraplan.planner.one_stage.one_stage_plans import OneStage, OneStagePlans, is_piped
 from paraplan.planner.pipeline.draft import Draft, step_s
@@ -283,13 +283,15 @@ class JointSearch:
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):
                 break
-            if self._hoped_s(first) > (1 + self._promise.slack(first, left_s / self.deadline.limit_s)) * self.best_s:
+            if not self._is_worth(first, left_s / self.deadline.limit_s):
                 break
             waiting.remove(first)
+            if not self._is_worth(first, effort.left(first.combination, self.deadline)):
+                continue
             began_s = self.deadline.passed_s
-            besides = (each for each in in_time if SHARED * effort.seconds(each.combination) <= left_s)
-            others = sorted((each for each in besides if each is not first), key=rank)
-            beside = self._beside(others[: MOST - 1])
+            besides = [each for each in in_time if SHARED * effort.seconds(each.combination) <= left_s]
+            besides = [each for each in besides if self._is_worth(each, effort.left(each.combination, self.deadline))]
+            beside = self._beside(sorted((each for each in besides if each is not first), key=rank)[: MOST - 1])
             if not beside:
                 self._go_on_proving(first)
             for estimate, make in ((first, None), *beside):
@@ -303,15 +305,17 @@ class JointSearch:
                 self._proof.pause()
         return not self._promise.unfit
 
+    def _is_worth(self, estimate: Estimate, left: float) -> bool:
+        """Whether it is worth planning, with such a share of the time left then."""
+        return self._hoped_s(estimate) <= (1 + self._promise.slack(estimate, left)) * self.best_s
+
     def _beside(self, estimates: Sequence[Estimate]) -> list[tuple[Estimate, Make]]:
         """Estimates whose drafts other processes make from now on, as many as have nothing to do, of those that may
         come near the best; and what waits for each."""
         found: list[tuple[Estimate, Make]] = []
-        left = 1 - self.deadline.passed_s / self.deadline.limit_s
         for each in estimates:
-            enough_s = (1 + self._promise.slack(each, left)) * self.best_s
-            worth = math.isfinite(each.step_s) and self._hoped_s(each) <= enough_s
-            if self.workers is None or not self.workers.has_idle or each.combination.pp == 1 or not worth:
+            is_piped = math.isfinite(each.step_s) and each.combination.pp > 1
+            if self.workers is None or not self.workers.has_idle or not is_piped:
                 break
             self.progress(f"beside: {each.combination.text} ({each.step_s:.4g} s estimated)")
             task = PackedEstimate.of(each, self.pricing), self.best_s, self.reserves
@@ -321,8 +325,7 @@ class JointSearch:
 
     def _hoped_of(self, draft: Draft) -> float:
         """The step a draft came to, or the one it was estimated at, if that is less."""
-        known = self._drafted.get(id(draft))  # of one stage, what allocators have no room for was not estimated
-        estimated_s = None if known is None else known[1]
+        _, estimated_s, _ = self._drafted.get(id(draft), ("", None, {}))
         return draft.step_s if estimated_s is None else min(draft.step_s, estimated_s)
 
     def _hoped_s(self, estimate: Estimate) -> float:
@@ -356,12 +359,9 @@ class JointSearch:
         asked = self.constraints.as_data
         more = {name: value for name, value in pins.as_data.items() if asked.get(name) != value}
         self._drafted[id(found)] = what, step_s, more
-        if found.plan is not None:
-            self.tried.append(planned(what, found.plan, step_s, more))
-            self.words.append(f"{text}: {found.step_s:.4g} s")
-        else:
-            self.tried.append(slower(what, found.step_s, step_s))
-            self.words.append(f"{text}: about {found.step_s:.4g} s")
+        told = slower(what, found.step_s, step_s) if found.plan is None else planned(what, found.plan, step_s, more)
+        self.tried.append(told)
+        self.words.append(f"{text}: {'about ' if found.plan is None else ''}{found.step_s:.4g} s")
         return found.step_s
 
     def _plan(self, estimate: Estimate, beside: Make | None = None) -> None:

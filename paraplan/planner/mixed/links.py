@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.planner.mixed.positions import Position
-from paraplan.planner.pipeline.links import Handed, message_s, ways
+from paraplan.planner.pipeline.links import message_s, rank_bytes, ways
 
 
 class Handing:
@@ -15,7 +15,7 @@ class Handing:
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
-        self.cluster, self._handed = cluster, Handed()
+        self.cluster = cluster
 
     def hop_s(self, source: Position, target: Position, stop: int, microbatches: int) -> float:
         """Seconds of a microbatch of what the segments before `stop` make, from one position to another.
@@ -36,6 +36,6 @@ class Handing:
             held = nbytes // (microbatches * source.mesh.size)
         else:
             both = (source, target)
-            held = max(self._handed.rank_bytes(each.prices, stop - 1, microbatches, each.mesh.shape) for each in both)
+            held = max(rank_bytes(each.prices, stop - 1, microbatches, each.mesh.shape) for each in both)
         ends = [(each.mesh.devices[0], each.mesh.devices[-1]) for each in (source, target)]
         return message_s(held, ways(self.cluster, *ends))

@@ -17,7 +17,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.pricing import PRICED_SHARE, Pricing
+from paraplan.planner.joint.prices.pricing import PRICED_SHARE, Pricing
 from paraplan.planner.mixed.group_sets import cluster_of
 from paraplan.planner.mixed.listing import Division, inner_constraints
 from paraplan.planner.mixed.positions import PositionSpan

@@ -9,9 +9,7 @@ from paraplan.cost_models.communication.collectives import p2p_s
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.device import Link
 from paraplan.ir.machine.mesh import Shard
-from paraplan.planner.passes.overlap_products import boundary_layouts
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
-from paraplan.rules.time_axis import program_micro
 
 Ends = tuple[int, int]
 """A position's first and last device."""
@@ -50,42 +48,20 @@ def message_s(nbytes: int, over: tuple[LinkWay, ...]) -> float:
     return max(p2p_s(nbytes, *way) for way in over)
 
 
-Outputs = tuple[tuple[int, tuple[int, ...]], ...]
-"""Per output of a segment, bytes of it and the axes of the mesh that shard it."""
+def rank_bytes(prices: StagePrices, segment: int, microbatches: int, shape: tuple[int, ...]) -> int:
+    """What a rank holds of a microbatch of a segment's outputs, in the layouts that a priced sharding gives them.
 
-
-class Handed:
-    """What segments hand on, in the layouts that priced shardings give it."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[StagePrices, Outputs]] = {}
-
-    def rank_bytes(self, prices: StagePrices, segment: int, microbatches: int, shape: tuple[int, ...]) -> int:
-        """What a rank holds of a microbatch of a segment's outputs.
-
-        Args:
-            prices: of a sharding.
-            segment: which.
-            microbatches: of the step.
-            shape: of the mesh.
-        """
-        return sum(
-            nbytes // (microbatches * math.prod(shape[axis] for axis in axes))
-            for nbytes, axes in self._outputs(prices, segment)
-        )
-
-    def _outputs(self, prices: StagePrices, segment: int) -> Outputs:
-        """Per output of a segment, its bytes and the axes that shard it."""
-        plan = prices.sharding.whole
-        program = plan.program
-        kind = program.kinds[program.segments[segment].kind]
-        key = (id(prices), program.segments[segment].kind)
-        if key not in self._known:
-            layouts = boundary_layouts(plan, program_micro(program, plan.num_microbatches).segments)
-            found = []
-            for name, outer in zip(kind.outputs, program.segments[segment].outputs, strict=True):
-                layout = layouts.get(outer, ())
-                axes = tuple(axis for axis, place in enumerate(layout[1:]) if isinstance(place, Shard))
-                found.append((kind.graph.values[name].nbytes, axes))
-            self._known[key] = prices, tuple(found)  # with the prices, lest another's have their id
-        return self._known[key][1]
+    Args:
+        prices: of the sharding.
+        segment: which.
+        microbatches: of the step.
+        shape: of the mesh.
+    """
+    program = prices.sharding.job.program
+    outer, found = program.segments[segment], 0
+    kind = program.kinds[outer.kind]
+    for name, handed in zip(kind.outputs, outer.outputs, strict=True):
+        layout = prices.sharding.boundary.get(handed, ())
+        ranks = math.prod(shape[axis] for axis, place in enumerate(layout[1:]) if isinstance(place, Shard))
+        found += kind.graph.values[name].nbytes // (microbatches * ranks)
+    return found

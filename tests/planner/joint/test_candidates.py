@@ -13,8 +13,9 @@ from paraplan.ir.errors import InvalidPlanError, MixedSamples, ParaplanError
 from paraplan.ir.model.program import Program
 from paraplan.planner.certificate import certified_alike
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.joint import drafting, search_joint, sharding_front
+from paraplan.planner.joint import drafting, search_joint
 from paraplan.planner.joint.bounding.space_bound import SpaceBound
+from paraplan.planner.joint.prices import sharding_front
 from paraplan.planner.search import find, search
 from paraplan.rules.time_axis import program_micro
 from tests.captures import zoo_job

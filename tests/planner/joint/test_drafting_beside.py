@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import cache
 
 import msgspec
@@ -30,7 +31,7 @@ from paraplan.planner.joint.drafting import Drafting
 from paraplan.planner.joint.drafting_beside import PackedEstimate, _unasked, drafted_beside, received
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
-from paraplan.planner.joint.pricing import Pricing, pricing_beside
+from paraplan.planner.joint.prices.pricing import Pricing, pricing_beside
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -116,8 +117,21 @@ def test_estimates_of_other_processes_are_those_of_this_one() -> None:
     alone = estimate_best(_pricing(), _listed(), math.inf, [])
     with _workers(2) as workers:
         beside = estimate_best(_pricing(workers=workers), _listed(), math.inf, [])
-        assert workers.lost == 0
+        assert workers.lost == workers.redone == 0
     assert numbers(alone) == numbers(beside) and len(alone) > 10
+
+
+def test_prices_that_positions_of_several_sizes_share_pass_between_processes() -> None:
+    job, free = replace(_job(), cluster=parse_cluster("8xH100")), Constraints()
+    pricing = Pricing(job, free, device_budget(job.cluster, free), lambda _: None, Deadline(600.0))
+    listed = [each for each in combinations(job, free) if each.pp > 1]
+    workers = Workers(1, pricing_beside, job, free, pricing.budget, pricing.deadline)
+    with closing(workers):
+        pricing.workers = workers
+        found = estimate_best(pricing, listed, math.inf, [])
+        assert workers.lost == workers.redone == 0
+    sizes = {each.combination.pp: each.prices.sharding.decisions.mesh.size for each in found}
+    assert any(job.cluster.num_devices // pp != size for pp, size in sizes.items()), "of another's positions"
 
 
 def test_a_search_with_processes_beside_finds_no_slower_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Pricer
-from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.joint.prices.pricing import Pricing
 from paraplan.planner.pipeline.pipeline_case import case_of
 from paraplan.planner.schedules.named import NAMED
 

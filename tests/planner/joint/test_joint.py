@@ -20,10 +20,10 @@ from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import SolveLimits
-from paraplan.planner.joint import sharding_front
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import PlanningEffort
-from paraplan.planner.joint.sharding_front import AS_QUICK, front, with_price
+from paraplan.planner.joint.prices import sharding_front
+from paraplan.planner.joint.prices.sharding_front import AS_QUICK, front, with_price
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.prices.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.prices.stage_prices import Sharding

@@ -15,7 +15,7 @@ from paraplan.planner.joint.combinations import combinations
 from paraplan.planner.joint.drafting import PlanningEffort
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
-from paraplan.planner.joint.pricing import BATCH, PRICED_SHARE, Pricing
+from paraplan.planner.joint.prices.pricing import BATCH, PRICED_SHARE, Pricing
 from paraplan.planner.joint.search_joint import LATE, POOR, JointSearch
 from paraplan.planner.one_stage.one_stage_plans import OneStagePlans
 from paraplan.planner.pipeline.stage_sharding import Shardings

@@ -21,8 +21,8 @@ from paraplan.lowering.verification.verify_plan import verify_plan
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.joint import sharding_front
-from paraplan.planner.joint.sharding_front import front
+from paraplan.planner.joint.prices import sharding_front
+from paraplan.planner.joint.prices.sharding_front import front
 from paraplan.planner.mixed.listing import divisions, group_orders
 from paraplan.planner.mixed.mixed_estimate import MixedEstimate
 from paraplan.planner.mixed.mixed_plan import MixedCase

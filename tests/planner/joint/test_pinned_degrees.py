@@ -24,7 +24,7 @@ from paraplan.planner.joint import search_joint
 from paraplan.planner.joint.at_cut import PricedPosition, recomputed
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimate import Pricer
-from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.joint.prices.pricing import Pricing
 from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
 from paraplan.planner.pipeline.pipeline import with_activations
 from paraplan.planner.pipeline.pipeline_case import case_of

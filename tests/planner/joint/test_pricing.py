@@ -21,12 +21,13 @@ from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.joint import estimating, sharding_front
-from paraplan.planner.joint import pricing as pricing_module
+from paraplan.planner.joint import estimating
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimating import estimate_best
-from paraplan.planner.joint.pricing import GAP, NEAR, Pricing, pricing_beside
-from paraplan.planner.joint.pricing_order import Way, in_turn, steps_of, usual_samples, ways_of
+from paraplan.planner.joint.prices import pricing as pricing_module
+from paraplan.planner.joint.prices import sharding_front
+from paraplan.planner.joint.prices.pricing import GAP, NEAR, Pricing, pricing_beside
+from paraplan.planner.joint.prices.pricing_order import Way, in_turn, steps_of, usual_samples, ways_of
 from paraplan.planner.pipeline.cuts.stage_cuts import cut_chain
 from paraplan.planner.schedules.named import NAMED, named_orders
 from tests.captures import zoo_job

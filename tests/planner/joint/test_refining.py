@@ -15,7 +15,7 @@ from paraplan.planner.joint.bounding.proving import SpaceProof, bound_of, one_ro
 from paraplan.planner.joint.bounding.refining import NEAR, Level, Refining, Timed
 from paraplan.planner.joint.bounding.space_bound import SpaceBound, largest_of
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.joint.pricing import Pricing, pricing_beside
+from paraplan.planner.joint.prices.pricing import Pricing, pricing_beside
 from tests.captures import zoo_job
 
 ENDLESS = 1e9

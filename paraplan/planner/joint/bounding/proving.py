@@ -15,7 +15,7 @@ from paraplan.ir.errors import ParaplanError
 from paraplan.ir.process.workers import Workers
 from paraplan.planner.joint.bounding.space_bound import SpaceBound
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.pricing import Pricing
+from paraplan.planner.joint.prices.pricing import Pricing
 
 Cut = Sequence[tuple[int, int]]
 Task = tuple[Sequence[Combination], Cut, float]

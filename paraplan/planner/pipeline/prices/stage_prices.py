@@ -24,14 +24,17 @@ from typing import NamedTuple
 import msgspec
 
 from paraplan.ir.errors import InvalidPlanError
+from paraplan.ir.machine.mesh import Layout
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Decisions, Job, assemble
+from paraplan.planner.passes.overlap_products import boundary_layouts
 from paraplan.planner.pipeline.cuts.stage_cuts import ChainMemory, chain_memory, cut_evenly
 from paraplan.planner.pipeline.prices.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.prices.stage_timing import cut_plan, few_microbatches, split_plan, timed
 from paraplan.planner.pipeline.prices.stage_totals import KeptBytes, Totals
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import held_options
+from paraplan.rules.time_axis import program_micro
 
 SHARES = 16
 """Shares of microbatches between the halves of a backward that are told apart."""
@@ -60,6 +63,11 @@ class Sharding:
     def prices(self) -> StagePrices:
         """What its segments take."""
         return stage_prices(self)
+
+    @cached_property
+    def boundary(self) -> dict[str, Layout]:
+        """Layouts, on the extended mesh, that values between segments are made in."""
+        return boundary_layouts(self.whole, program_micro(self.job.program, self.whole.num_microbatches).segments)
 
     @cached_property
     def options(self) -> tuple[tuple[RematOption, ...], ...]:

@@ -15,25 +15,20 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
 from paraplan.ir.errors import ConstraintError, ParaplanError
-from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.pricing_order import Kind, Way, in_turn, steps_of, usual_samples, way_of, ways_of
-from paraplan.planner.joint.sharding_front import is_priced, priced_front
-from paraplan.planner.pipeline.first_devices import first_devices
-from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.planner.joint.prices.positions import Positions
+from paraplan.planner.joint.prices.pricing_order import Kind, Way, in_turn, steps_of, usual_samples, ways_of
+from paraplan.planner.joint.prices.sharding_front import is_priced, priced_front
 from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
 from paraplan.planner.pipeline.prices.stage_prices import Sharding, StagePrices
 from paraplan.planner.pipeline.prices.stage_totals import Totals
@@ -68,11 +63,12 @@ sharding."""
 
 
 @dataclass
-class Pricing:
+class Pricing(Positions):
     """Prices as they become known.
 
     Attributes:
-        job, constraints, budget: what is planned, what is pinned of any plan, bytes a device may hold.
+        job, constraints: as of `Positions`.
+        budget: bytes a device may hold.
         progress: told what is being priced.
         deadline: of the whole search.
         workers: that price beside this process; None for none.
@@ -82,8 +78,6 @@ class Pricing:
         under_way: of the bound on combinations, in a process that goes on with it when it is told to.
     """
 
-    job: Job
-    constraints: Constraints
     budget: int
     progress: Callable[[str], None]
     deadline: Deadline
@@ -97,22 +91,6 @@ class Pricing:
     def of(self, combination: Combination) -> tuple[StagePrices, ...]:
         """What was priced for a combination."""
         return self.prices.get(self.kind(combination), ())
-
-    def mesh_shape(self, combination: Combination, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The mesh of a position: the inner axes of the one priced, and the outer one as wide as devices are."""
-        size = self.job.cluster.num_devices // combination.pp
-        return combination.mesh or (size // math.prod(shape[1:]), *shape[1:])
-
-    def kind(self, combination: Combination) -> Kind:
-        """What prices depend on, but for what stages may keep: combinations alike in it share them."""
-        outer = combination.mesh[0] if combination.mesh else 1
-        samples = self.job.program.batch_size / (combination.microbatches * outer)
-        inner = combination.mesh[1:] if combination.mesh else (combination.pp,)  # pinned: ranks of the batch follow pp
-        return inner, len(combination.mesh), combination.mesh[:1] == (1,), samples
-
-    def way_of(self, combination: Combination) -> tuple[object, float]:
-        kind = self.kind(combination)
-        return way_of(kind), kind[3]
 
     def price_all(self, listed: Sequence[Combination], best_s: float = math.inf, rivals: bool = True) -> None:
         """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay.
@@ -168,9 +146,8 @@ class Pricing:
         self.progress(f"prices of stages: {'; '.join(each.text for each in usual)}")
         lost = self.workers.lost
         for kind, task, packed in zip(kinds, tasks, self.workers.map(packed_prices, tasks, self), strict=True):
-            part = self.position(task[0])[0] if packed else self.job
             # what there are no prices of says why only where it is priced
-            self.prices[kind] = tuple(each.prices(part) for each in packed) or self.priced(*task)
+            self.prices[kind] = tuple(each.prices(self) for each in packed) or self.priced(*task)
         if self.workers.lost > lost:
             self.progress("a worker process ended; its part is priced here")
 
@@ -206,9 +183,9 @@ class Pricing:
             made = [packed_prices(self, *task) for task in tasks]
         found: list[StagePrices] = []
         for combination, packed in zip(combinations, made, strict=True):
-            kind, part = self.kind(combination), self.position(combination)[0]
+            kind = self.kind(combination)
             known = [_layouts(each.sharding.decisions) for each in self.prices[kind]]
-            new = [each.prices(part) for each in packed if _layouts(each.decisions) not in known]
+            new = [each.prices(self) for each in packed if _layouts(each.decisions) not in known]
             self.prices[kind] = (*self.prices[kind], *new)
             found += new
         return found
@@ -324,20 +301,6 @@ class Pricing:
         )
         return Sharding(part, choose(part, mesh, combination.microbatches, inner, limits, kept_bytes)).prices
 
-    def position(self, combination: Combination) -> tuple[Job, Constraints, Mesh]:
-        """The job on one position's devices, what is pinned there, and the mesh.
-
-        Raises:
-            ConstraintError: there is none.
-        """
-        pinned = combination.pinned(self.constraints)
-        check_constraints(pinned, self.job.cluster.num_devices)
-        inner = msgspec.structs.replace(
-            pinned, pp=None, schedule=None, stages=None, memory_bytes=None, reserve_bytes=0, recompute="none"
-        )
-        part = replace(self.job, cluster=first_devices(self.job.cluster, combination.pp))
-        return part, inner, candidate_meshes(part, inner)[0]
-
 
 def _layouts(decisions: Decisions) -> tuple[object, ...]:
     """What decisions say of layouts alone."""
@@ -367,8 +330,10 @@ class Packed:
         """Some prices."""
         return Packed(prices.sharding.decisions, prices.sharding.options, prices.numbers)
 
-    def prices(self, part: Job) -> StagePrices:
-        """The prices, of the job on a position's devices."""
+    def prices(self, pricing: Pricing) -> StagePrices:
+        """The prices, of the job that another process prices: on the devices that they were found for, which may be
+        more or fewer than those of a combination that shares them."""
+        part = pricing.part(pricing.job.cluster.num_devices // self.decisions.mesh.size)
         return StagePrices(Sharding(part, self.decisions, self.options), *self.numbers)
 
 

@@ -1,0 +1,71 @@
+"""The devices of a pipeline's position: the job on them, their mesh, and which combinations' positions are alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from paraplan.ir.machine.mesh import Mesh
+from paraplan.planner.assemble import Job
+from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
+from paraplan.planner.joint.combinations import Combination
+from paraplan.planner.joint.prices.pricing_order import Kind, way_of
+from paraplan.planner.pipeline.first_devices import first_devices
+from paraplan.planner.pipeline.meshes import candidate_meshes
+
+
+@dataclass
+class Positions:
+    """Positions of pipelines.
+
+    Attributes:
+        job, constraints: what is planned, what is pinned of any plan.
+    """
+
+    job: Job
+    constraints: Constraints
+    _parts: dict[int, Job] = field(default_factory=dict, init=False)
+
+    def mesh_shape(self, combination: Combination, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The mesh of a position: the inner axes of the one priced, and the outer one as wide as devices are."""
+        size = self.job.cluster.num_devices // combination.pp
+        return combination.mesh or (size // math.prod(shape[1:]), *shape[1:])
+
+    def kind(self, combination: Combination) -> Kind:
+        """What prices depend on, but for what stages may keep: combinations alike in it share them."""
+        outer = combination.mesh[0] if combination.mesh else 1
+        samples = self.job.program.batch_size / (combination.microbatches * outer)
+        inner = combination.mesh[1:] if combination.mesh else (combination.pp,)  # pinned: ranks of the batch follow pp
+        return inner, len(combination.mesh), combination.mesh[:1] == (1,), samples
+
+    def way_of(self, combination: Combination) -> tuple[object, float]:
+        """Of the kind, what it has in common with those of other samples, and its samples."""
+        kind = self.kind(combination)
+        return way_of(kind), kind[3]
+
+    def position(self, combination: Combination) -> tuple[Job, Constraints, Mesh]:
+        """The job on one position's devices, what is pinned there, and the mesh.
+
+        Raises:
+            ConstraintError: there is none.
+        """
+        pinned = combination.pinned(self.constraints)
+        check_constraints(pinned, self.job.cluster.num_devices)
+        inner = msgspec.structs.replace(
+            pinned, pp=None, schedule=None, stages=None, memory_bytes=None, reserve_bytes=0, recompute="none"
+        )
+        part = self.part(combination.pp)
+        return part, inner, candidate_meshes(part, inner)[0]
+
+    def part(self, positions: int) -> Job:
+        """The job on the devices of one of so many positions.
+
+        Raises:
+            ConstraintError: as of `first_devices`.
+        """
+        if positions not in self._parts:
+            self._parts[positions] = replace(self.job, cluster=first_devices(self.job.cluster, positions))
+        return self._parts[positions]
