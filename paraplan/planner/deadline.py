@@ -91,15 +91,23 @@ class Deadline:
     Attributes:
         limit_s: seconds from its making on.
         asked_s: seconds that were asked for; 0 where a first plan was.
+        kept: times the limit, the time with what is kept for other searches, which may not be needed.
     """
 
-    def __init__(self, limit_s: float, asked_s: float | None = None) -> None:
-        self.limit_s, self._started = limit_s, time.perf_counter()
+    def __init__(self, limit_s: float, asked_s: float | None = None, kept: float = 1.0) -> None:
+        self.limit_s, self.kept, self._started = limit_s, kept, time.perf_counter()
         self.asked_s = limit_s if asked_s is None else asked_s
 
-    def prolong(self, times: float) -> None:
+    def prolong(self) -> None:
         """Have what was kept for others as well, which are not needed."""
-        self.limit_s *= times
+        self.limit_s, self.kept = self.kept * self.limit_s, 1.0
+
+    @property
+    def of_all(self) -> Deadline:
+        """That of these and the others, as of now."""
+        found = Deadline(self.kept * self.limit_s, self.asked_s)
+        found._started = self._started
+        return found
 
     @property
     def passed_s(self) -> float:

@@ -25,7 +25,7 @@ from paraplan.planner.certificate import certified_alike, with_pins
 from paraplan.planner.checks import check_rates, check_room, check_tiers, with_states
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import check_constraints, check_param_names, check_reduce_dtype, planning_time_s
-from paraplan.planner.deadline import Deadline, SolveLimits
+from paraplan.planner.deadline import FIRST, Deadline, SolveLimits
 from paraplan.planner.interrupts import Interrupted, ended, found_until, interrupted_plan
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import no_room
@@ -108,7 +108,7 @@ def find(
         Interrupted: with the best plan until then, or none.
     """
     time_limit_s, asked = planning_time_s(time_limit_s), constraints
-    deadline = Deadline(time_limit_s)
+    deadline = Deadline(time_limit_s, kept=1 / FIRST if reserves else 1.0)
     check_constraints(constraints, job.cluster.num_devices)
     job, constraints, unpriced = _checked(job, constraints)
     check_room(job, constraints, device_budget(job.cluster, constraints), time_limit_s)
@@ -259,7 +259,8 @@ def _pipelines_of(found: JointSearch, listed: Sequence[Combination], certify: bo
                 break
             needed = needed_bytes(plan)
             others = [each.plan for each in others_with_room(best, budget)]
-            roomier = [Draft.of(each) for each in (*others, *with_room(job, alone, plan, budget, deadline, progress))]
+            more = with_room(job, alone, plan, budget, deadline.of_all, progress)  # as searches for fewer bytes are
+            roomier = [Draft.of(each) for each in (*others, *more)]
             fitting += roomier
             if not roomier:
                 found.roomless.append(made)

@@ -25,7 +25,7 @@ from paraplan.planner.alternatives.tried import in_vain, kept, planned, slower
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.deadline import FIRST, Deadline
+from paraplan.planner.deadline import Deadline
 from paraplan.planner.interrupts import found_until
 from paraplan.planner.joint.bounding.proving import SpaceProof
 from paraplan.planner.joint.combinations import Combination
@@ -99,7 +99,6 @@ class JointSearch:
     faults: list[ParaplanError] = field(default_factory=list)
     _promise: Promise = field(default_factory=Promise)
     _proof: SpaceProof | None = None
-    _is_prolonged: bool = False
     _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
     _planned: dict[str, Estimate] = field(default_factory=dict)
 
@@ -182,10 +181,9 @@ class JointSearch:
     def _prolong(self) -> bool:
         """Take the time that was kept for searches for fewer bytes, which do not follow where allocators have room for
         a plan; whether there is more of it now."""
-        if self._is_prolonged or not (self.drafts and self.reserves):
+        if self.deadline.kept == 1 or not self.drafts:
             return False
-        self.deadline.prolong(1 / FIRST)
-        self._is_prolonged = True
+        self.deadline.prolong()
         return True
 
     def _make_fastest(self) -> None:

@@ -119,9 +119,9 @@ class OneStagePlans:
         """
         n = self.job.cluster.num_devices
         for degrees in self._divided(n) if self.is_tight else ():
-            if _key(None, degrees) not in self._tried and not self.deadline.is_over:
+            if _key(None, degrees) not in self._tried and not self._has_ended:
                 self._fits(self.make, None, **degrees)
-        if is_piped(self.constraints) or self.deadline.is_over:
+        if is_piped(self.constraints) or self._has_ended:
             return
         best = min(self.drafts, key=step_s, default=None)
         if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
@@ -182,6 +182,11 @@ class OneStagePlans:
     @property
     def _is_late(self) -> bool:
         return self.deadline.passed_s > LATE_SHARE * self.deadline.limit_s
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether what takes long would end after the time, and is not all that there may be."""
+        return self.deadline.is_over or (bool(self.drafts) and self._is_late)
 
     def _fits(self, make: OneStage, recompute: str | None, **degrees: int) -> bool:
         """Whether there is a plan of these degrees."""
