@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.zoo.language import transformer
 from benchmarks.zoo.small import Small
@@ -81,6 +82,38 @@ def test_outputs_of_an_object_are_its_attributes() -> None:
     close(found.loss, wanted.loss)
     close(found.outputs["logits"], wanted.logits)
     close(found.outputs["hidden.1"], wanted.hidden[1])
+
+
+class Parted(nn.Module):
+    """Returns all of what a call gives several of; the loss reads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h, steps = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.linear(x[:, t]) + self.inner(h))
+            steps.append(h)
+        kept, left = steps[-1].chunk(2, -1)
+        most = kept.topk(2)
+        return {"loss": most.values.pow(2).mean(), "steps": steps, "left": left, "indices": most.indices}
+
+
+def test_parts_that_the_loss_does_not_read_are_outputs() -> None:
+    torch.manual_seed(0)
+    model, inputs = Parted().double(), {"x": torch.randn(8, 10, 8, dtype=torch.float64)}
+    captured = capture(model, inputs, precision="fp64", loss="loss")
+    with torch.no_grad():
+        wanted = model.eval()(**inputs)
+    for seed in range(2):
+        found = trainer_of(plan_of(captured, seed), model).eval_step(inputs, outputs="global")
+        close(found.loss, wanted["loss"])
+        assert torch.equal(found.outputs["indices"], wanted["indices"])
+        close(found.outputs["left"], wanted["left"])
+        for t, step in enumerate(wanted["steps"]):
+            close(found.outputs[f"steps.{t}"], step)
 
 
 @pytest.mark.parametrize("seed", [3])

@@ -44,6 +44,11 @@ class ForwardGraph(NamedTuple):
         return not self.flows[node].side or node in self.roots
 
 
+def gives_several(node: fx.Node) -> bool:
+    """Whether a call's value is several, of which others take parts."""
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
 class Piece(NamedTuple):
     """A self-contained part of the forward graph.
 
@@ -60,8 +65,15 @@ class Piece(NamedTuple):
     outputs: tuple[fx.Node, ...]
 
 
-def make_piece(forward: ForwardGraph, main: Sequence[fx.Node]) -> Piece:
-    """The piece whose main nodes are given."""
+def make_piece(forward: ForwardGraph, main: Sequence[fx.Node], *, whole: bool = False) -> Piece:
+    """The piece whose main nodes are given.
+
+    Args:
+        forward: the forward graph.
+        main: the nodes.
+        whole: whether calls that give several tensors, of which it reads some, are made again in it: segments hand on
+            tensors one by one, and only those that training needs.
+    """
     own = set(main)
     order: dict[fx.Node, None] = {}
     outside: dict[str, dict[fx.Node, None]] = {"param": {}, "input": {}, "constant": {}}
@@ -80,7 +92,7 @@ def make_piece(forward: ForwardGraph, main: Sequence[fx.Node]) -> Piece:
             elif source.op == "placeholder":
                 kind = forward.names[source].split(":", 1)[0]
                 outside[kind if kind in outside else "input"][source] = None
-            elif source in own or not forward.is_main(source):
+            elif source in own or not forward.is_main(source) or (whole and gives_several(source)):
                 stack.append((source, iter(source.all_input_nodes)))
             else:
                 outside["input"][source] = None
@@ -100,7 +112,7 @@ def make_piece(forward: ForwardGraph, main: Sequence[fx.Node]) -> Piece:
 
 def closure(forward: ForwardGraph, root: fx.Node) -> Piece:
     """Everything a side value is computed from, as a piece of its own."""
-    made = make_piece(forward, (root,))
+    made = make_piece(forward, (root,), whole=True)
     return made._replace(outputs=(root,))
 
 
