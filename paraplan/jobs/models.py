@@ -145,7 +145,8 @@ def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) 
     known |= {_START} if getattr(cls(), "is_encoder_decoder", False) else set()
     for key, value in settings.items():
         if key not in known and not _reads(cls, key):
-            raise ModelError(f"{model_type} has no setting {key!r}{_near(key, sorted(known))}")
+            near = _near(key, sorted(known)) or f"; it has {', '.join(_own(cls, settings))}"
+            raise ModelError(f"{model_type} has no setting {key!r}{near}")
         usual = getattr(cls(), key, None)
         if _is_size(key, usual) and isinstance(value, int) and value < 0:
             raise ModelError(f"{model_type} cannot have {key}={value}: it is a size ({usual} where nothing is said)")
@@ -153,6 +154,12 @@ def _hf_config(transformers: Any, model_type: str, settings: Mapping[str, Any]) 
         return _complete(cls(**settings), settings)
     except Exception as fault:
         raise ModelError(f"{model_type} refuses {dict(settings)}: {fault}") from fault
+
+
+def _own(cls: type, settings: Mapping[str, Any]) -> list[str]:
+    """A type's settings, without those of every type."""
+    usual = import_module("transformers").PretrainedConfig().to_dict()
+    return sorted({*cls().to_dict()} - {*usual, *settings} - {"model_type"})
 
 
 def _is_size(key: str, usual: object) -> bool:

@@ -93,6 +93,21 @@ def test_cluster_files(here: Path, command: Any, change: Any, words: tuple[str, 
     refuse(command("plan", "zoo:net", "cluster.yaml"), *words)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("groups:\n  - {nodes: 2\n", ("cluster.yaml: line 3, column 1: expected ',' or '}'", "line 2)")),
+        ("name: x\n\tgroups: 3\n", ("cluster.yaml: line 2, column 1", "cannot start any token")),
+        ("name: \x00", ("cluster.yaml: unacceptable character", "position 6")),
+    ],
+)
+def test_cluster_files_that_are_none(here: Path, command: Any, text: str, words: tuple[str, ...]) -> None:
+    (here / "cluster.yaml").write_text(text)
+    outcome = command("plan", "zoo:net", "cluster.yaml")
+    refuse(outcome, *words)
+    assert len(outcome.err.splitlines()) == 2, outcome.err
+
+
 def _in_group(cluster: Any, **fields: Any) -> Any:
     return cluster | {"groups": [cluster["groups"][0] | fields]}
 
@@ -155,6 +170,7 @@ def test_hugging_face_names(here: Path, command: Any) -> None:
     refuse(
         command("plan", "hf:gpt2", "local:2", "--set", "n_layers=2"), "no setting 'n_layers'", "did you mean n_layer"
     )
+    refuse(command("plan", "hf:gpt2", "local:2", "--set", "foo=2"), "no setting 'foo'; it has", "n_embd, n_head")
     refuse(command("plan", "hf:gpt2", "local:2", "--set", "n_layer"), "key=value")
     refuse(command("plan", "hf:gpt2", "local:2", "--set", "n_head=7", "--set", "n_layer=1"), "gpt2", "num_heads")
     refuse(command("plan", "hf:gpt2", "local:2", "--set", "n_layer=1", "--seq", "4096"), "4096", "1024 positions")

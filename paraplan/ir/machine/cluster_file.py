@@ -42,7 +42,16 @@ def read_cluster(path: str | Path) -> ClusterSpec:
             return check_cluster(msgspec.json.decode(data, type=ClusterSpec))
         return check_cluster(msgspec.convert(yaml.load(data, Loader=_Yaml), ClusterSpec))
     except (yaml.YAMLError, msgspec.DecodeError, ValueError, RecursionError) as fault:  # of numbers, of nesting
-        raise ClusterError(f"{path}: {fault}{_near_field(str(fault))}") from None
+        raise ClusterError(f"{path}: {_in_words(fault)}{_near_field(str(fault))}") from None
+
+
+def _in_words(fault: Exception) -> str:
+    """What is wrong in a file: of YAML, its line and what stands there."""
+    mark = getattr(fault, "problem_mark", None)
+    if not isinstance(fault, yaml.MarkedYAMLError) or mark is None:
+        return " ".join(str(fault).split())
+    within = f" ({fault.context}, line {fault.context_mark.line + 1})" if fault.context and fault.context_mark else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {fault.problem}{within}"
 
 
 def _near_field(fault: str) -> str:
