@@ -28,11 +28,12 @@ from paraplan.capture.python_state.model_writes import explicit, keep_written, r
 from paraplan.capture.python_state.reading import Reading
 from paraplan.capture.recurrences.followed_loops import loops_followed
 from paraplan.capture.recurrences.layers import recurrent_layers
+from paraplan.capture.recurrences.loop_mode import looping
 from paraplan.capture.recurrences.loop_runs import Loops
 from paraplan.capture.recurrences.markers import NotALoop
 from paraplan.capture.repeating.repeated_calls import Repeated
 from paraplan.capture.rewriting.rewrite import Rewriter
-from paraplan.capture.rewriting.strided import write_by_index
+from paraplan.capture.rewriting.strided import by_index
 from paraplan.capture.source_lines import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
 from paraplan.capture.torch_private import composites_known, is_region, lazy_modules
 from paraplan.ir.errors import CaptureError
@@ -137,7 +138,7 @@ class _WithLoss(nn.Module):
     def _following(self) -> Iterator[None]:
         self._switches.begin(self.model)
         self._aliases.begin(self.model)
-        with self._outside, self._answers, self._followed, self._switches, self._aliases, self._loops.mode():
+        with self._outside, self._answers, self._followed, self._switches, self._aliases, looping(self._loops):
             self._repeated.begin(_WithLoss.forward.__code__)
             with self._repeated:
                 yield
@@ -192,6 +193,8 @@ def export_loss(
         try:
             with no_outside_numbers(), reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
+            loops.check()
+            followed.check()
             relink(program.graph_module)
             keep_written(program)
             keep_no_grad(program.graph_module)
@@ -207,7 +210,7 @@ def export_loss(
     _refuse_regions(program.graph_module.graph)
     refuse_hidden_writes(program)
     functions.restore(program.graph_module.graph)
-    write_by_index(program.graph_module.graph, Rewriter(program.graph_module.graph, mode))
+    by_index(program.graph_module.graph, Rewriter(program.graph_module.graph, mode))
     _reject_mutation(program)
     flat = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
     reading.settle(flat.graph, flat.names, len(returned.losses) + len(returned.outputs))

@@ -5,9 +5,12 @@ transformers', which then avoid what cannot be traced and compute the same, are 
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
 (`torch.tensor(0.1)`) are kept as they were written, for fp64. An einsum that only turns a tensor's dims is a
 permutation of them, for it is a view. What gives back the very tensor it was given (a dropout
-of nothing, too) is no op either, nor is what torch refuses, where forward catches the error and goes on.
-`torch.inference_mode` is no_grad. Batch norm with momentum=None, a cumulative average, reads its counter as a Python
-number: here its running statistics move by 1 / counter, a tensor. A function of `torch.jit` runs op by op.
+of nothing, too) is no op either, nor is what torch refuses, where forward catches the error and goes on; where only a
+trace refuses it, forward goes on as eager would not, and capture ends with that error.
+`torch.inference_mode` is no_grad, and what is written under no_grad has no gradient, also to a part of a tensor. Arrays
+of numpy become tensors as they are then: what is made of them later does not show in a graph. Batch norm with
+momentum=None, a cumulative average, reads its counter as a Python number: here its running statistics move by
+1 / counter, a tensor. A function of `torch.jit` runs op by op.
 """
 
 from __future__ import annotations
@@ -17,18 +20,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from paraplan.capture.source_lines import depends_on_data
 from paraplan.capture.torch_private import drop_refused, scripts_by_op, trace_as, traced_as
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import BatchNorm, tree_leaves
+from paraplan.kernels.torch_private import BatchNorm, tree_leaves, tree_map_only
 
 _DATA = torch.Tensor.data
 _DROPOUTS = frozenset({F.dropout, torch.dropout, torch.dropout_})
 _WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
+_IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"})
+_ARRAYS: tuple[type, ...] = (numpy.ndarray,)
 
 
 class Followed(TorchFunctionMode):
@@ -36,22 +43,34 @@ class Followed(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.refused: Exception | None = None  # by a trace, whatever forward did then
         self._numbers: list[tuple[tuple[int, ...], list[float]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every other function as it is."""
+        args, kwargs = _as_given(func, args, kwargs or {})
         if getattr(func, "__self__", None) is _DATA:
             return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
-        if func in _DROPOUTS and _drops_nothing(*args, **(kwargs or {})):
-            return args[0] if args else (kwargs or {})["input"]
+        if func in _DROPOUTS and _drops_nothing(*args, **kwargs):
+            return args[0] if args else kwargs["input"]
         if func is torch.einsum and (turned := _turned(*args)) is not None:
             return turned
-        made = _as_itself(func, args, kwargs or {})
+        try:
+            made = _as_itself(func, args, kwargs)
+        except Exception as fault:
+            if self.refused is None and (isinstance(fault, CaptureError) or depends_on_data(fault)):
+                self.refused = fault
+            raise
         if func in _WRITTEN and isinstance(made, Tensor) and made.dtype == torch.get_default_dtype():
-            leaves = tree_leaves(args[-1] if args else (kwargs or {}).get("data"))
+            leaves = tree_leaves(args[-1] if args else kwargs.get("data"))
             if leaves and len(leaves) == made.numel() and all(isinstance(x, (int, float)) for x in leaves):
                 self._numbers.append((tuple(made.shape), [float(x) for x in leaves]))
         return made
+
+    def check(self) -> None:
+        """Say at the end what a trace has refused and forward has caught: it went on as eager would not."""
+        if self.refused is not None:
+            raise self.refused
 
     def exact(self, constant: Tensor) -> Tensor:
         """A constant of the trace in float64: as it was written, where forward wrote it out."""
@@ -60,6 +79,19 @@ class Followed(TorchFunctionMode):
             if shape == tuple(constant.shape) and torch.equal(written.to(constant.dtype), constant):
                 return written
         return constant
+
+
+def _as_given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a call is given: arrays that forward goes on to change as they are now, and what it writes under no_grad
+    without gradients."""
+    name = getattr(func, "__name__", "")
+    if func in _WRITTEN or name in ("__getitem__", "__setitem__"):
+        args, kwargs = tree_map_only(_ARRAYS, lambda array: array.copy(), (args, kwargs))
+    is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    if args and is_write and not torch.is_grad_enabled() and func is not Tensor.requires_grad_:
+        rest = tree_map_only(Tensor, lambda x: x.detach() if x.requires_grad else x, (args[1:], kwargs))
+        args, kwargs = (args[0], *rest[0]), rest[1]
+    return args, kwargs
 
 
 def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, *rest: object, **named: object) -> bool:
@@ -166,7 +198,7 @@ def told_eager() -> Iterator[None]:
 def followed_modules() -> Iterator[None]:
     """Within it, batch norms of momentum=None and functions of torch.jit are followed, and torch.distributions asserts
     nothing of values."""
-    original, derived = BatchNorm.forward, torch.autograd.grad
+    original, derived, from_numpy = BatchNorm.forward, torch.autograd.grad, torch.from_numpy
     entered, left = torch.inference_mode.__enter__, torch.inference_mode.__exit__
     distribution: Any = getattr(sys.modules.get("torch.distributions"), "Distribution", None)
     validates = getattr(distribution, "_validate_args", False)
@@ -177,6 +209,7 @@ def followed_modules() -> Iterator[None]:
 
     BatchNorm.forward = forward  # type: ignore[method-assign]
     torch.autograd.grad = _no_gradients
+    torch.from_numpy = lambda array: from_numpy(array.copy())
     torch.inference_mode.__enter__, torch.inference_mode.__exit__ = _enter, _leave  # type: ignore[method-assign]
     if distribution is not None:
         distribution.set_default_validate_args(False)
@@ -188,4 +221,4 @@ def followed_modules() -> Iterator[None]:
             distribution.set_default_validate_args(validates)
         torch.inference_mode.__enter__, torch.inference_mode.__exit__ = entered, left  # type: ignore[method-assign]
         BatchNorm.forward = original  # type: ignore[method-assign]
-        torch.autograd.grad = derived
+        torch.autograd.grad, torch.from_numpy = derived, from_numpy

@@ -12,6 +12,7 @@ from torch import nn
 
 from paraplan.capture.recurrences.loop_code import HELPER, looped_code
 from paraplan.capture.recurrences.loop_runs import Loops
+from paraplan.capture.recurrences.markers import NotALoop
 from paraplan.ir.process.memo import SESSION
 
 _NOT_FOLLOWED = ("torch", "builtins", "functools", "typing", "collections", "contextlib", "paraplan", "numpy", "math")
@@ -30,6 +31,7 @@ def loops_followed(model: nn.Module, loss_fn: object, loops: Loops) -> Iterator[
     if loops.apart is None:
         yield
         return
+    NotALoop.made.clear()
     changed: list[tuple[types.FunctionType, types.CodeType]] = []
     spaces: list[dict[str, Any]] = []
     try:

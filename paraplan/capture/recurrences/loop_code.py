@@ -5,7 +5,7 @@
         out.append(h)          ->            h, = loop.enter(locals(), ("h",))
                                              h = f(x[:, t], h)
                                              loop.append(out, h)
-                                             loop.leave(locals(), ("h",), ())
+                                             loop.leave(locals(), ("h",), (), ())
                                          h, = loop.ends(locals(), ("h",))
                                          out = loop.collected(out)
 
@@ -29,19 +29,22 @@ import torch
 
 from paraplan.capture.recurrences.loop_purity import (
     ADDED,
+    OWN_SCOPES,
     append_of,
     appended_names,
     impure_line,
     is_only_joined,
+    is_summed,
     names_in,
     stored_names,
     used_names,
 )
+from paraplan.capture.recurrences.unbound_loops import over_range, parsed
 
 HELPER = "__paraplan_loop__"
 MOST_TEXT = 60
 """Characters of a line that are told."""
-_BUILTINS = ("range", "reversed", "enumerate", "slice", "locals")
+_BUILTINS = ("range", "reversed", "enumerate", "zip", "min", "slice", "locals")
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
 _OTHERS = (ast.Delete, ast.Try, ast.While, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.NamedExpr)
 
@@ -102,12 +105,12 @@ class _Rewriter:
     def _statement(self, node: ast.stmt, lines: Sequence[ast.stmt], within: bool) -> list[ast.stmt]:
         """What stands for a statement after others."""
         if isinstance(node, ast.For):
-            before, looped = self._over_range(node)
-            if not within and _takes_steps(looped):
+            before, looped = over_range(node, f"{HELPER}.__self__.unbound", self.count)
+            if _takes_steps(looped):
                 if (why := self._why_not(looped, lines)) is None:
                     return [*before, *self._loop(looped, lines, within)]
                 if looped is node:  # told of where it is long
-                    (begun,) = _parsed([self._begun(node, why)], node)
+                    (begun,) = parsed([self._begun(node, why)], node)
                     assert isinstance(begun, ast.Expr)
                     node.iter = begun.value
                     self.count += 1
@@ -118,26 +121,6 @@ class _Rewriter:
                 setattr(node, field, self.block(inner, repeats))
         return [node]
 
-    def _over_range(self, node: ast.For) -> tuple[list[ast.stmt], ast.For]:
-        """A loop over the parts of `x.unbind(dim)` as one over their numbers, and what stands before it."""
-        counted = _is_call(node.iter, "enumerate") and isinstance(node.target, ast.Tuple) and len(node.target.elts) == 2
-        if counted and isinstance(node.iter, ast.Call) and (len(node.iter.args) != 1 or node.iter.keywords):
-            return [], node  # counted from another number on
-        source = node.iter.args[0] if counted and isinstance(node.iter, ast.Call) else node.iter
-        parts, index = _unbound(source), f"__paraplan_step_{self.count}__"
-        if parts is None:
-            return [], node
-        of = f"__paraplan_parts_{self.count}__"
-        before = _parsed([f"{of} = {HELPER}.__self__.unbound({parts[0]})"], node)
-        index = ast.unparse(node.target.elts[0]) if counted else index  # type: ignore[attr-defined]
-        target = ast.unparse(node.target.elts[1]) if counted else ast.unparse(node.target)  # type: ignore[attr-defined]
-        part = _parsed([f"{target} = {of}[(slice(None),) * {parts[1]} + ({index},)]"], node)
-        bounds = f"range({of}.shape[{parts[1]}])"
-        loop = _parsed([f"for {index} in {bounds}:\n    pass"], node)[0]
-        assert isinstance(loop, ast.For)
-        loop.body, loop.orelse, loop.end_lineno = [*part, *node.body], node.orelse, node.end_lineno
-        return before, loop
-
     def _loop(self, node: ast.For, lines: Sequence[ast.stmt], within: bool) -> list[ast.stmt]:
         name = f"__paraplan_loop_{self.count}__"
         self.count += 1
@@ -147,15 +130,16 @@ class _Rewriter:
         read = {each for line in node.body for each in used_names(line, False)}
         outer = tuple(sorted(read - {*made, *lists, node.target.id}))  # type: ignore[attr-defined]
         enter = f"{_targets(carried)}{name}.enter(locals(), {tuple(carried)!r}, {outer!r})"
-        leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r})"
+        summed = [each for each in carried if is_summed(each, node)]
+        leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r}, {tuple(summed)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
         joined = [each not in self.shared and is_only_joined(each, node, lines, self.original) for each in lists]
         collected = [f"{each} = {name}.collected({each}, {alone})" for each, alone in zip(lists, joined, strict=True)]
         asked = _Asked(name)
         body = [_Appends(name).visit(asked.visit(statement)) for statement in node.body]
         node.iter = ast.Name(name, ast.Load())
-        node.body = [*_parsed([enter], node), *body, *_parsed([leave], node)]
-        return [*_parsed([begin], node), node, *_parsed([ends, *collected], node)]
+        node.body = [*parsed([enter], node), *body, *parsed([leave], node)]
+        return [*parsed([begin], node), node, *parsed([ends, *collected], node)]
 
     def _why_not(self, node: ast.For, before: Sequence[ast.stmt]) -> str | None:
         assert isinstance(node.target, ast.Name)
@@ -173,14 +157,23 @@ class _Rewriter:
         return f"{HELPER}({f'{self.path}:{node.lineno}'!r}, {indices}{f', {why!r}' if why else ''})"
 
     def _read_after(self, name: str, loop: ast.For, within: bool) -> bool:
+        """Whether a name may be read after a loop, as the loop has left it; `within`: the loop is run again."""
         end = loop.end_lineno or loop.lineno
-        return any(
-            isinstance(each, ast.Name)
-            and each.id == name
-            and isinstance(each.ctx, ast.Load)
-            and (within or each.lineno > end)
-            for each in ast.walk(self.function)
-        )
+        return any(line > end or (within and line <= loop.lineno) for line in _lines_read(name, self.function, loop))
+
+
+def _lines_read(name: str, node: ast.AST, loop: ast.For) -> Iterator[int]:
+    """Lines in which a part of the code reads a name of the function's own, but for those where another loop after
+    this one has just assigned it."""
+    if isinstance(node, OWN_SCOPES) and name not in used_names(node, False):
+        return
+    if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+        yield node.lineno
+    later = isinstance(node, ast.For) and node.lineno > (loop.end_lineno or loop.lineno)
+    binds = later and isinstance(node, ast.For) and name in used_names(node.target, True)
+    for child in ast.iter_child_nodes(node):
+        if not (binds and isinstance(node, ast.For) and child in node.body):
+            yield from _lines_read(name, child, loop)
 
 
 class _Asked(ast.NodeTransformer):
@@ -246,21 +239,11 @@ class _Appends(ast.NodeTransformer):
         """Rewrites one statement."""
         if (call := append_of(node)) is None:
             return node
-        made = _parsed([f"{self.loop}.append(None, None)"], node)[0]
+        made = parsed([f"{self.loop}.append(None, None)"], node)[0]
         assert isinstance(made, ast.Expr) and isinstance(made.value, ast.Call)
         assert isinstance(call.func, ast.Attribute)
         made.value.args = [call.func.value, call.args[0]]
         return made
-
-
-def _parsed(lines: Sequence[str], at: ast.stmt) -> list[ast.stmt]:
-    made = ast.parse("\n".join(lines)).body
-    for statement in made:
-        for node in ast.walk(statement):
-            if "lineno" in node._attributes:
-                node.lineno = node.end_lineno = at.lineno  # type: ignore[attr-defined]
-                node.col_offset = node.end_col_offset = 0  # type: ignore[attr-defined]
-    return made
 
 
 def _tuple(names: Sequence[str]) -> str:
@@ -269,28 +252,6 @@ def _tuple(names: Sequence[str]) -> str:
 
 def _targets(names: Sequence[str]) -> str:
     return f"{_tuple(names)} = " if names else ""
-
-
-def _is_call(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == name
-
-
-def _unbound(node: ast.expr) -> tuple[str, int] | None:
-    """What is unbound along which dim, counted from the front, where that is written out."""
-    if not isinstance(node, ast.Call) or node.keywords or not all(map(_is_plain, node.args[-1:])):
-        return None
-    given = list(node.args)
-    if ast.unparse(node.func) != "torch.unbind":
-        if not isinstance(node.func, ast.Attribute) or node.func.attr != "unbind":
-            return None
-        given.insert(0, node.func.value)
-    dim = given[1] if len(given) > 1 else ast.Constant(0)
-    known = len(given) in (1, 2) and isinstance(dim, ast.Constant) and isinstance(dim.value, int)
-    return (ast.unparse(given[0]), dim.value) if known else None  # type: ignore[attr-defined,return-value]
-
-
-def _is_plain(node: ast.expr) -> bool:
-    return not isinstance(node, ast.Starred)
 
 
 def _takes_steps(node: ast.For) -> bool:

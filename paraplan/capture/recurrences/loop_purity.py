@@ -16,6 +16,13 @@ _PURE = (
     *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
 )
 """What expressions of a body may consist of."""
+_OF_STORAGE = frozenset(
+    {
+        *("is_contiguous", "stride", "storage_offset", "as_strided", "as_strided_copy", "data_ptr", "untyped_storage"),
+        *("requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "_base", "_is_view", "_version"),
+    }
+)
+"""What a tensor of one step may have otherwise than that of another: how it is stored, and what it was made of."""
 _FRESH = frozenset({"zeros", "ones", "full", "empty"})
 """What functions of torch, with `_like` or without, and with `new_` methods of tensors make that has no other name."""
 _JOINS = frozenset({"torch.stack", "torch.cat", "torch.concat", "torch.concatenate"})
@@ -57,6 +64,10 @@ def _is_pure(node: ast.AST, stored: set[str]) -> bool:
     """Whether a part of an expression may change nothing."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Attribute) and node.attr in _OF_STORAGE:
+        return False
+    if isinstance(node, ast.Compare) and any(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
+        return all(isinstance(each, ast.Constant) for each in node.comparators)
     return _may_be_called(node, stored) if isinstance(node, ast.Call) else isinstance(node, _PURE)
 
 
@@ -68,8 +79,7 @@ def _may_be_called(node: ast.Call, stored: set[str]) -> bool:
         return False
     if not isinstance(node.func, (ast.Name, ast.Attribute)):
         return False
-    flags = any(isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in node.args)
-    return not flags and all(each.arg not in (None, "out", "inplace") for each in node.keywords)  # a flag: "in place"
+    return all(each.arg not in (None, "out", "inplace") for each in node.keywords)
 
 
 def _adds_to_its_own(statement: ast.AugAssign, loop: ast.For, before: Sequence[ast.stmt]) -> bool:
@@ -89,6 +99,19 @@ def _adds_to_its_own(statement: ast.AugAssign, loop: ast.For, before: Sequence[a
         if name in {each.id for each in ast.walk(line) if isinstance(each, ast.Name)}:
             return False
     return False
+
+
+def is_summed(name: str, loop: ast.For) -> bool:
+    """Whether all that a step does to a name is to add to it."""
+
+    def adds(line: ast.stmt) -> bool:
+        if isinstance(line, ast.AugAssign):
+            return isinstance(line.op, ast.Add)
+        value = line.value if isinstance(line, (ast.Assign, ast.AnnAssign)) else None
+        terms = [value.left, value.right] if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else []
+        return any(isinstance(each, ast.Name) and each.id == name for each in terms)
+
+    return all(adds(line) for line in loop.body if name in used_names(line, True))
 
 
 def is_only_joined(name: str, loop: ast.For, before: Sequence[ast.stmt], function: ast.FunctionDef) -> bool:
@@ -150,7 +173,8 @@ def _names_of(nodes: Sequence[ast.AST]) -> set[str]:
     return {each.id for each in nodes if isinstance(each, ast.Name)}
 
 
-_OWN_SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+OWN_SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+"""What binds names for itself."""
 
 
 def _bound(node: ast.AST) -> set[str]:
@@ -168,7 +192,7 @@ def used_names(node: ast.AST, store: bool) -> list[str]:
     if isinstance(node, ast.Name):
         return [node.id] if isinstance(node.ctx, ast.Store) == store else []
     found = [name for child in ast.iter_child_nodes(node) for name in used_names(child, store)]
-    own = _bound(node) if isinstance(node, _OWN_SCOPES) else set()
+    own = _bound(node) if isinstance(node, OWN_SCOPES) else set()
     return [name for name in found if name not in own]
 
 

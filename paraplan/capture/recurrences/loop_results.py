@@ -18,7 +18,7 @@ class LoopResults:
     def __init__(self) -> None:
         self._wholes: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self._parts: dict[int, tuple[int, int]] = {}
-        self._watched: dict[int, tuple[Tensor, str]] = {}
+        self._watched: dict[int, tuple[Tensor, str, int]] = {}
 
     def filled(self, whole: Tensor, parts: tuple[Tensor, ...], where: str) -> None:
         """A list was filled by a loop.
@@ -33,13 +33,20 @@ class LoopResults:
 
     def watch(self, tensors: Sequence[Tensor], where: str) -> None:
         """Tensors that a loop at a place has other names for: none may be changed in place."""
-        self._watched |= {storage_key(x): (x, where) for x in tensors}
+        for x in tensors:
+            self._watched.setdefault(storage_key(x), (x, where, x._version))
 
     def check(self, changed: object) -> None:
         """Refuse to change a tensor in place that a loop has other names for."""
         found = self._watched.get(storage_key(changed)) if isinstance(changed, Tensor) else None
         if found is not None:
             raise NotALoop(found[1], "what it was given or gives is changed in place after it")
+
+    def check_all(self) -> None:
+        """Refuse that any was changed since, in whatever way."""
+        for x, where, version in self._watched.values():
+            if x._version != version:
+                raise NotALoop(where, "what it was given or gives is changed in place after it")
 
     def joined(self, listed: Sequence[object]) -> Tensor | None:
         """A list as one tensor [number, ...], where its last ones are parts of one that a loop made, in order."""

@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from paraplan.capture.recurrences.layers import RecurrentCalls
 from paraplan.capture.recurrences.loop_results import LoopResults, Stacked
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
 from paraplan.capture.recurrences.pure_calls import is_fixed, is_plain, is_pure_call
 from paraplan.capture.torch_private import storage_key
 
 T = TypeVar("T")
-_SIGNS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+SIGNS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _ADDED = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _IN_PLACE = {"+": operator.iadd, "-": operator.isub, "*": operator.imul}
 LONG = 64
 """Steps from which on a loop that is run step by step is told of."""
-_JOINS = (torch.cat, torch.concat, torch.concatenate)
-_CHANGES = frozenset({"__setitem__", *(f"__i{name}__" for name in _SIGNS)})
 MOST_FIRST_STEPS = 2
 """Steps run by their number before one stands for the rest."""
 
@@ -64,6 +60,21 @@ class Index:
     __hash__ = _refuse  # type: ignore[assignment]
 
 
+class _Parts:
+    """What something else than a tensor is taken apart into, read as a tensor's parts are."""
+
+    def __init__(self, parts: Sequence[object]) -> None:
+        self.parts = parts
+        self.shape = defaultdict(lambda: len(parts))
+
+    def dim(self) -> int:
+        """Any number will do."""
+        return 1
+
+    def __getitem__(self, index: tuple[Any, ...]) -> object:
+        return self.parts[index[-1]]
+
+
 class Loops:
     """The loops of one export.
 
@@ -73,22 +84,41 @@ class Loops:
         active: the one whose step is being recorded.
         watched: whether there may be one at all.
         results: what they made.
+        open: of those that were marked, by number, the ones that have not ended.
     """
 
     def __init__(self, apart: Mapping[str, str] | None = MappingProxyType({})) -> None:
         self.apart, self.began, self.watched = apart, 0, False
         self.active: Loop | None = None
         self.results = LoopResults()
+        self.open: dict[int, Loop] = {}
+        self._told: dict[str, None] = {}
 
-    def mode(self) -> AbstractContextManager[object]:
-        """What a forward is traced under."""
-        return LoopMode(self) if self.watched else nullcontext()
+    def unbound(self, x: Any, dim: int) -> object:
+        """What a loop goes over the parts of: a tensor, or what else has an `unbind`.
 
-    def unbound(self, x: object) -> object:
-        """What a loop goes over the parts of."""
-        if not isinstance(x, Tensor):
-            raise NotALoop("", "unbind is of something else than a tensor")
-        return x
+        Args:
+            x: which.
+            dim: along which.
+        """
+        return x if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() else _Parts(x.unbind(dim))
+
+    def check(self) -> None:
+        """Say at the end what forward has caught, and which long loops are none, and refuse loops that ended otherwise
+        than by their last step, and changes of what they have other names for.
+
+        Raises:
+            NotALoop: there is one.
+        """
+        if self.apart is None:
+            return
+        for fault in NotALoop.made:
+            raise fault
+        for loop in self.open.values():
+            raise NotALoop(loop.where, "it ends before its last step, or by an error")
+        self.results.check_all()
+        for text in self._told:
+            warnings.warn(text, stacklevel=2)
 
     def begin(self, where: str, indices: range, why: str = "") -> Loop:
         """A loop that is about to run.
@@ -100,11 +130,10 @@ class Loops:
         """
         why = why or (self.apart or {}).get(where, "")
         if why and len(indices) >= LONG:
-            warnings.warn(
+            self._told[
                 f"{where}: this loop over time is captured step by step, {len(indices)} of them, and planned as long: "
-                f"{why}. Written so that a step only names what functions and layers of torch give, it is one op",
-                stacklevel=2,
-            )
+                f"{why}. Written so that a step only names what functions and layers of torch give, it is one op"
+            ] = None
         rolled = self.apart is not None and not why and self.active is None and len(indices) >= MIN_STEPS
         return Loop(self, where, indices, rolled)
 
@@ -133,6 +162,7 @@ class Loop:
             return
         self.loops.began += 1
         self.number = self.loops.began
+        self.loops.open[self.number] = self
         for first in range(MOST_FIRST_STEPS + 1):
             self.first = first
             yield from self._attempt()
@@ -182,13 +212,16 @@ class Loop:
         marks = iter(self.marks)
         return tuple(_with(value, marks) for value in self.values)
 
-    def leave(self, names: Mapping[str, object], carries: Sequence[str], after: Sequence[str]) -> None:
+    def leave(
+        self, names: Mapping[str, object], carries: Sequence[str], after: Sequence[str], summed: Sequence[str]
+    ) -> None:
         """The values after a step: of what is carried, and of what else is read after the loop.
 
         Args:
             names: variables of the function, with their values.
             carries: those that the next step begins with.
             after: those that are read after the loop.
+            summed: of those carried, the ones that a step only adds to.
         """
         if not self.rolled:
             return
@@ -205,6 +238,9 @@ class Loop:
             raise NotALoop(self.where, "what is read after the loop is no tensor")
         if all(isinstance(x, nn.Parameter) for x in self.read):
             raise NotALoop(self.where, "no step reads its part of an activation")
+        sums = [names[name] for name in summed]
+        if any(isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad for x in sums):
+            raise NotALoop(self.where, "it adds up a number of the whole batch, which no rank and no microbatch has")
         outs = [*_tensors(carried), *self.kept, *lasts]
         self.outs.append(outs)  # type: ignore[arg-type]
         self._watch(outs)  # type: ignore[arg-type]
@@ -221,6 +257,7 @@ class Loop:
         """The values after the last step: of what is carried, then of what else is read after the loop."""
         if not self.rolled:
             return tuple(names.get(name) for name in read)
+        self.loops.open.pop(self.number)
         outs, again = self.outs
         count = len(_tensors(self.values))
         reverse, steps = self.indices.step < 0, len(self.indices) - self.first
@@ -339,7 +376,7 @@ def _place(x: Tensor, index: object, loop: Loop) -> tuple[int, int, tuple[Any, .
     parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
     plain = all(part is Ellipsis or part is None or isinstance(part, (int, slice, Index)) for part in parts)
     places = [place for place, part in enumerate(parts) if isinstance(part, Index)]
-    if not plain or len(places) != 1 or any(isinstance(part, slice) and _indexed(part) for part in parts):
+    if not plain or len(places) != 1 or any(isinstance(part, slice) and is_indexed(part) for part in parts):
         raise NotALoop(loop.where, "a step of a tensor is taken with other indices than numbers and slices")
     if any(part is Ellipsis for part in parts):
         place = next(number for number, part in enumerate(parts) if part is Ellipsis)
@@ -351,46 +388,6 @@ def _place(x: Tensor, index: object, loop: Loop) -> tuple[int, int, tuple[Any, .
     return dim, offset, tuple(parts)
 
 
-def _indexed(part: slice) -> bool:
+def is_indexed(part: slice) -> bool:
+    """Whether a slice has a step's index for a bound."""
     return any(isinstance(each, Index) for each in (part.start, part.stop, part.step))
-
-
-_GET = Tensor.__getitem__
-
-
-class LoopMode(TorchFunctionMode):
-    """Under it, tensors give marked steps, and lists that a loop filled are stacked by what they are steps of."""
-
-    def __init__(self, loops: Loops) -> None:
-        super().__init__()
-        self.loops, self.recurrent = loops, RecurrentCalls()
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes a step, or stacks."""
-        kwargs, loop = kwargs or {}, self.loops.active
-        if func is Tensor.is_complex:
-            return func(*args, **kwargs)
-        if loop is not None and func is _GET and _has_index(args[1]):
-            return loop.take(*args)
-        if loop is not None and any(isinstance(x, Tensor) and x.is_complex() for x in args):
-            raise NotALoop(loop.where, "a step computes with complex numbers")
-        name = getattr(func, "__name__", "")
-        if args and (name in _CHANGES or (name.endswith("_") and not name.endswith("__"))):
-            self.loops.results.check(args[0])
-        listed = args[0] if args else kwargs.get("tensors")
-        if func in (torch.stack, *_JOINS) and isinstance(listed, (list, tuple)):
-            whole = listed.whole if isinstance(listed, Stacked) else self.loops.results.joined(listed)
-            if whole is not None:
-                dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-                if func is torch.stack:
-                    return whole.movedim(0, dim).clone()
-                place = dim % (whole.dim() - 1)
-                return whole.movedim(0, place).flatten(place, place + 1).clone()
-        if self.loops.apart is not None and loop is None and (layers := self.recurrent.of(func, args, kwargs)):
-            return layers(*args)
-        return func(*args, **kwargs)
-
-
-def _has_index(index: object) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Index) or (isinstance(part, slice) and _indexed(part)) for part in parts)

@@ -9,6 +9,7 @@ They have shapes only: `roll.roll_loops` turns what they enclose into `paraplan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,11 +27,16 @@ class NotALoop(CaptureError):
     Attributes:
         where: the loop's place in the user's code; "" for torch's recurrent layers.
         why: it is none.
+        made: those made since this was emptied: forward may catch one, and the export it was made in is none all the
+            same.
     """
+
+    made: ClassVar[list[NotALoop]] = []
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(f"{where or 'a recurrent layer'}: {why}")
         self.where, self.why = where, why
+        self.made.append(self)
 
 
 def _never(*args: object) -> list[Tensor]:

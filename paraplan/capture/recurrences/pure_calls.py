@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 
 import torch
@@ -21,7 +22,10 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
     }
 )
 """torch's layers that are functions of their parameters, where they do not work in place."""
-_BUILTINS: tuple[object, ...] = (tuple, slice)
+_BUILTINS: tuple[object, ...] = (
+    *(tuple, slice, float, int, len, abs, min, max),
+    *(each for name, each in vars(math).items() if callable(each) and not name.startswith("_")),
+)
 _PLAIN = (
     *(Tensor, nn.Module, int, float, complex, str, list, tuple, dict, type, torch.dtype, torch.device, torch.layout),
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
@@ -61,7 +65,8 @@ def is_plain(value: object) -> bool:
 def is_fixed(whole: object) -> bool:
     """Whether parts of something are the same in every step: of what a list or an object of one's own holds another
     name may tell otherwise."""
-    return isinstance(whole, (Tensor, nn.ModuleList, nn.ParameterList)) or type(whole) in (tuple, torch.Size)
+    several = type(whole) in (tuple, torch.Size) or type(whole).__module__ == "torch.return_types"
+    return several or isinstance(whole, (Tensor, nn.ModuleList, nn.ParameterList))
 
 
 def _is_pure_layer(layer: nn.Module) -> bool:

@@ -63,6 +63,8 @@ def roll_loops(graph: fx.Graph, rewriter: Rewriter) -> None:
         remove_dead(graph)
         if any(node.target in (BEGIN, STEP) and _id(node) == end.args[5] for node in graph.nodes):
             raise NotALoop(loop.where, "a value of one step is read outside of the loop")
+    if any(node.target in (BEGIN, STEP) for node in graph.nodes):
+        raise NotALoop("", "a value of one step is read outside of a loop")
 
 
 def _id(node: fx.Node) -> object:

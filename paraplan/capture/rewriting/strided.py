@@ -1,4 +1,4 @@
-"""Writes through as_strided, spelt by elements: which elements they are depends on a tensor's strides.
+"""as_strided, read or written through, spelt by elements: which elements they are depends on a tensor's strides.
 
 Functional graphs have as_strided_scatter(x, src, size, stride, offset) for `x.fill_diagonal_(v)` and for writes to
 `x.as_strided(...)`. Element (i, j, ...) of src goes to place offset + i·stride₀ + j·stride₁ + ... of x's storage. Plans
@@ -21,15 +21,42 @@ from paraplan.ir.errors import CaptureError
 aten = torch.ops.aten
 
 
-def write_by_index(graph: fx.Graph, rewriter: Rewriter) -> None:
-    """Replaces as_strided_scatter in a graph whose values still have the strides of the user's model.
+def by_index(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """Replaces as_strided and as_strided_scatter in a graph whose values still have the strides of the user's model.
 
     Raises:
-        CaptureError: what is written to is not stored densely, or places are written several times.
+        CaptureError: what is read or written to is not stored densely, or places are written several times.
     """
     for node in list(graph.nodes):
-        if node.op == "call_function" and aten_name(node.target) == "as_strided_scatter":
+        name = aten_name(node.target) if node.op == "call_function" else ""
+        if name == "as_strided_scatter":
             rewriter.replace(node, _indexed(rewriter, node))
+        elif name in ("as_strided", "as_strided_copy"):
+            rewriter.replace(node, _read(rewriter, node))
+
+
+def _read(rewriter: Rewriter, node: fx.Node) -> fx.Node:
+    """What as_strided reads; its very source where that is the same."""
+    base, size, stride = node.args[:3]
+    assert isinstance(base, fx.Node)
+    whole = value_of(base)
+    given = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    first = (whole.storage_offset() if given is None else int(given)) - whole.storage_offset()  # type: ignore[call-overload]
+    if first == 0 and (list(size), list(stride)) == (list(whole.shape), list(whole.stride())):  # type: ignore[call-overload, arg-type]
+        return base
+    order = sorted(range(whole.dim()), key=lambda dim: (-whole.stride(dim), -whole.shape[dim], dim))
+    places = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))  # type: ignore[call-overload, arg-type]
+    if not _is_dense(whole, order) or first < 0 or places >= whole.numel():
+        line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
+        raise CaptureError(
+            f"{line}: as_strided(size={list(size)}, stride={list(stride)}) of a tensor of shape "  # type: ignore[call-overload]
+            f"{list(whole.shape)} and strides {list(whole.stride())} reads elements of another tensor; take parts of "
+            "that one, or use unfold"
+        )
+    index = _places(rewriter, node, size, stride, first)  # type: ignore[arg-type]
+    stored = rewriter.call(node, aten.permute.default, base, order)
+    flat = rewriter.call(node, aten.reshape.default, stored, [-1])
+    return rewriter.call(node, aten.reshape.default, rewriter.call(node, aten.index.Tensor, flat, [index]), list(size))  # type: ignore[call-overload]
 
 
 def _indexed(rewriter: Rewriter, node: fx.Node) -> fx.Node:
@@ -86,7 +113,12 @@ def _places(rewriter: Rewriter, node: fx.Node, size: Sequence[int], stride: Sequ
             device=torch.device("cpu"),
             pin_memory=False,
         )
+        if step == 0 and count > 1:  # read again and again
+            first_one = rewriter.call(node, aten.slice.Tensor, steps, 0, 0, 1)
+            steps = rewriter.call(node, aten.expand.default, first_one, [count])
         column = rewriter.call(node, aten.reshape.default, steps, [-1, *(1 for _ in size[dim + 1 :])])
         found = column if found is None else rewriter.call(node, aten.add.Tensor, found, column)
-    assert found is not None, "a write through as_strided has a dim"
+    if found is None:  # one element
+        one = aten.full.default, [1], first
+        return rewriter.call(node, *one, dtype=torch.int64, device=torch.device("cpu"), pin_memory=False)
     return rewriter.call(node, aten.reshape.default, found, [-1])
