@@ -315,3 +315,13 @@ def test_what_only_a_trace_refuses_is_said_though_forward_catches_it() -> None:
 
     with pytest.raises(CaptureError, match=r"test_loops_around.py:\d+, in guarded.*depends on tensor data"):
         capture(Net(guarded), {"x": torch.randn(3, STEPS, WIDTH)})
+
+
+def test_data_that_a_gradient_flows_through_is_not_assigned() -> None:
+    def assigned(net: Net, x: Tensor) -> Tensor:
+        h = x[:, 0].cos()
+        h.data = h.data * 2
+        return h
+
+    with pytest.raises(CaptureError, match="assigns to the data of a value that a gradient flows through"):
+        capture(Net(assigned), {"x": torch.randn(3, STEPS, WIDTH)})

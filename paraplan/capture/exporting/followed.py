@@ -134,6 +134,11 @@ def _assign(x: Tensor, value: Tensor) -> None:
             f"forward assigns a {value.dtype} of {tuple(value.shape)} to the data of a {x.dtype} of {tuple(x.shape)}; "
             "keep its shape and dtype"
         )
+    if x.requires_grad and not x.is_leaf:
+        raise CaptureError(
+            "forward assigns to the data of a value that a gradient flows through, whose gradient is then that of "
+            "another value: give the new value a name"
+        )
     with torch.no_grad():
         x.detach().copy_(value)
 
