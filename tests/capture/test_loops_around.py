@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import paraplan
 from paraplan.capture.capture import capture
 from paraplan.ir.errors import CaptureError
-from tests.capture.test_python_loops import STEPS, WIDTH, Net, held_against_eager, num_loops
+from tests.capture.looped import STEPS, WIDTH, Net, held_against_eager, num_loops
 
 torch.set_num_threads(1)
 Body = Callable[[Net, Tensor], Tensor]
