@@ -206,6 +206,15 @@ def asks_for_gradients(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def asks_how_many(net: Net, x: Tensor) -> Tensor:
+    h, out = x[:, 0], []
+    same = out
+    for t in range(x.shape[1]):
+        h = h.sin() + x[:, t] * len(same)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
 def asks_which_it_is(net: Net, x: Tensor) -> Tensor:
     first = h = x[:, 0]
     for t in range(x.shape[1]):
@@ -239,7 +248,7 @@ def taken_apart_otherwise(net: Net, x: Tensor) -> Tensor:
 APART = [
     *(index_read_between, caught, suppressed, left_by_finally, known_within, taken_apart_otherwise, adds_up_means),
     *(changed_by_a_layer, changed_by_a_flag, changed_by_name, given_elsewhere),
-    *(asks_for_strides, asks_for_gradients, asks_which_it_is),
+    *(asks_for_strides, asks_for_gradients, asks_how_many, asks_which_it_is),
 ]
 
 
@@ -282,7 +291,7 @@ def written_without_gradient(net: Net, x: Tensor) -> Tensor:
     h, bank = x[:, 0].sin(), x.new_zeros(3, WIDTH)
     with torch.no_grad():
         bank[0] = h[0]
-        bank[1:] += h[1:]
+        bank[1:] += h[1:] * 2
         bank.diagonal().copy_(h[0, :3])
     return h + bank
 
@@ -295,14 +304,25 @@ def read_by_strides(net: Net, x: Tensor) -> Tensor:
 
 def arrays_changed_later(net: Net, x: Tensor) -> Tensor:
     array = numpy.ones(WIDTH)
-    first, other = torch.tensor(array), torch.from_numpy(array).clone()
+    first = torch.tensor(array)
     array += 1
-    return x * first + other * torch.tensor(array)
+    return x * first + x.sin() * torch.from_numpy(array)
 
 
 @pytest.mark.parametrize("body", [written_without_gradient, read_by_strides, arrays_changed_later])
 def test_forward_is_followed_as_eager_runs_it(body: Body) -> None:
     held_against_eager(Net(body).double(), {"x": torch.randn(3, STEPS, WIDTH, dtype=torch.float64)})
+
+
+def test_an_array_is_not_changed_under_a_tensor() -> None:
+    def changed(net: Net, x: Tensor) -> Tensor:
+        array = numpy.ones(WIDTH)
+        shared = torch.from_numpy(array)
+        array += 1
+        return x * shared
+
+    with pytest.raises(CaptureError, match="changes an array of numpy after it has made a tensor of its memory"):
+        capture(Net(changed), {"x": torch.randn(3, STEPS, WIDTH)})
 
 
 def test_what_only_a_trace_refuses_is_said_though_forward_catches_it() -> None:

@@ -189,7 +189,14 @@ def export_loss(
     wrapped = _WithLoss(model, tuple(batch), asked, choose, reading, followed, loops)
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())
-    with mode, narrow, eager_masks(batch), followed_modules(), lazy_modules(), recorded_functions() as functions:
+    with (
+        mode,
+        narrow,
+        eager_masks(batch),
+        followed_modules(followed),
+        lazy_modules(),
+        recorded_functions() as functions,
+    ):
         try:
             with no_outside_numbers(), reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)

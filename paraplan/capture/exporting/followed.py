@@ -44,10 +44,13 @@ class Followed(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.refused: Exception | None = None  # by a trace, whatever forward did then
+        self.shared: list[tuple[Any, Any]] = []  # arrays in whose memory tensors lie, and what they held
         self._numbers: list[tuple[tuple[int, ...], list[float]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every other function as it is."""
+        if func is torch.as_tensor:
+            self.share(*args[:1], *(kwargs or {}).values())
         args, kwargs = _as_given(func, args, kwargs or {})
         if getattr(func, "__self__", None) is _DATA:
             return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
@@ -67,10 +70,23 @@ class Followed(TorchFunctionMode):
                 self._numbers.append((tuple(made.shape), [float(x) for x in leaves]))
         return made
 
+    def share(self, *given: object) -> None:
+        """Tensors are made of arrays, in whose memory they lie."""
+        self.shared += [(each, each.copy()) for each in given if isinstance(each, numpy.ndarray)]
+
     def check(self) -> None:
-        """Say at the end what a trace has refused and forward has caught: it went on as eager would not."""
+        """Say at the end what a trace has refused and forward has caught: it went on as eager would not.
+
+        Raises:
+            CaptureError: likewise, or forward has changed an array in whose memory a tensor lies.
+        """
         if self.refused is not None:
             raise self.refused
+        if any(not numpy.array_equal(now, then, equal_nan=now.dtype.kind in "fc") for now, then in self.shared):
+            raise CaptureError(
+                "forward changes an array of numpy after it has made a tensor of its memory (from_numpy, as_tensor), "
+                "which no graph shows: make the tensor of a copy (torch.tensor)"
+            )
 
     def exact(self, constant: Tensor) -> Tensor:
         """A constant of the trace in float64: as it was written, where forward wrote it out."""
@@ -89,7 +105,7 @@ def _as_given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         args, kwargs = tree_map_only(_ARRAYS, lambda array: array.copy(), (args, kwargs))
     is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     if args and is_write and not torch.is_grad_enabled() and func is not Tensor.requires_grad_:
-        rest = tree_map_only(Tensor, lambda x: x.detach() if x.requires_grad else x, (args[1:], kwargs))
+        rest = tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() else x, (args[1:], kwargs))
         args, kwargs = (args[0], *rest[0]), rest[1]
     return args, kwargs
 
@@ -200,13 +216,21 @@ def told_eager() -> Iterator[None]:
 
 
 @contextmanager
-def followed_modules() -> Iterator[None]:
+def followed_modules(followed: Followed) -> Iterator[None]:
     """Within it, batch norms of momentum=None and functions of torch.jit are followed, and torch.distributions asserts
-    nothing of values."""
+    nothing of values.
+
+    Args:
+        followed: told of arrays that tensors are made of.
+    """
     original, derived, from_numpy = BatchNorm.forward, torch.autograd.grad, torch.from_numpy
     entered, left = torch.inference_mode.__enter__, torch.inference_mode.__exit__
     distribution: Any = getattr(sys.modules.get("torch.distributions"), "Distribution", None)
     validates = getattr(distribution, "_validate_args", False)
+
+    def own_memory(array: Any) -> Tensor:
+        followed.share(array)
+        return from_numpy(array.copy())
 
     def forward(self: BatchNorm, input: Tensor) -> Tensor:
         cumulative = self.momentum is None and self.training and self.track_running_stats
@@ -214,7 +238,7 @@ def followed_modules() -> Iterator[None]:
 
     BatchNorm.forward = forward  # type: ignore[method-assign]
     torch.autograd.grad = _no_gradients
-    torch.from_numpy = lambda array: from_numpy(array.copy())
+    torch.from_numpy = own_memory
     torch.inference_mode.__enter__, torch.inference_mode.__exit__ = _enter, _leave  # type: ignore[method-assign]
     if distribution is not None:
         distribution.set_default_validate_args(False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paraplan.capture.cutting.outputs import LossChoice, loss_name, named_tensors
 from paraplan.capture.exporting.export import explain
 from paraplan.capture.exporting.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
-from paraplan.capture.exporting.followed import followed_modules
+from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.hf import eager_masks
 from paraplan.capture.exporting.quiet import quiet_torch
 from paraplan.capture.python_state.code import Reached, caches_restored
@@ -64,7 +64,7 @@ def returned_by(
     mode = fake_mode()
     copied, batch = fake_copy(model, precision, mode), fake_batch(tensors, precision, mode)
     try:
-        with mode, eager_masks(batch), followed_modules(), caches_restored(Reached([model]).caches):
+        with mode, eager_masks(batch), followed_modules(Followed()), caches_restored(Reached([model]).caches):
             args, kwargs = arguments(
                 copied, as_computed(batch, precision), others, not isinstance(example_inputs, dict)
             )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from paraplan.capture.recurrences.loop_results import LoopResults, Stacked
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
-from paraplan.capture.recurrences.pure_calls import is_fixed, is_plain, is_pure_call
+from paraplan.capture.recurrences.pure_calls import is_fixed, is_of_numbers, is_plain, is_pure_call
 from paraplan.capture.torch_private import storage_key
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class Loops:
         self.active: Loop | None = None
         self.results = LoopResults()
         self.open: dict[int, Loop] = {}
-        self._told: dict[str, None] = {}
+        self._told = dict[str, None]()
 
     def unbound(self, x: Any, dim: int) -> object:
         """What a loop goes over the parts of: a tensor, or what else has an `unbind`.
@@ -271,10 +272,16 @@ class Loop:
 
     def pure(self, called: T, count: int) -> T:
         """What a step calls, giving it so much by place; refused where that may change something or keep a state."""
+        if self.rolled and is_of_numbers(called):
+            return partial(self._of_numbers, called)  # type: ignore[return-value]
         if self.rolled and not is_pure_call(called, count):
             name = getattr(called, "__name__", type(called).__name__)
             raise NotALoop(self.where, f"a step calls {name}, which may keep something from step to step")
         return called
+
+    def _of_numbers(self, called: Callable[..., Any], *args: object) -> Any:
+        """A call of a function of numbers; refused where it is given what others may change."""
+        return called(*(each if type(each) in (int, float, bool, str) else self.fixed(each) for each in args))
 
     def fixed(self, whole: T) -> T:
         """What a step takes a part of; refused where that may be another one in another step."""

@@ -22,10 +22,12 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
     }
 )
 """torch's layers that are functions of their parameters, where they do not work in place."""
-_BUILTINS: tuple[object, ...] = (
-    *(tuple, slice, float, int, len, abs, min, max),
+_BUILTINS: tuple[object, ...] = (tuple, slice)
+_OF_NUMBERS: tuple[object, ...] = (
+    *(float, int, len, abs, min, max),
     *(each for name, each in vars(math).items() if callable(each) and not name.startswith("_")),
 )
+"""Functions of what is the same in every step, if it is a number or something that nobody changes."""
 _PLAIN = (
     *(Tensor, nn.Module, int, float, complex, str, list, tuple, dict, type, torch.dtype, torch.device, torch.layout),
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
@@ -51,6 +53,11 @@ def is_pure_call(called: object, count: int) -> bool:
         names = list(inspect.signature(called).parameters) if isinstance(called, types.FunctionType) else []
         return "inplace" not in names[:count]
     return any(called is each for each in _BUILTINS)
+
+
+def is_of_numbers(called: object) -> bool:
+    """Whether something is a function of numbers, and of how many something has."""
+    return any(called is each for each in _OF_NUMBERS)
 
 
 def is_plain(value: object) -> bool:

@@ -90,6 +90,7 @@ def test_time_kept_for_other_searches_goes_into_a_pipeline_that_promises_more(
     pricing = Pricing(job, FREE, search.budget, lambda _: None, Deadline(60.0))
     estimates = [each for each in estimate_best(pricing, combinations(job, FREE), math.inf, []) if each.step_s > 0]
     search.__dict__["pricing"] = pricing
+    search.deadline.kept = 1 / FIRST if reserves else 1.0
     search.drafts.append(_draft(times * min(each.step_s for each in estimates)))
     late_s = 0.1 * 60.0 * (1 + 1 / FIRST) / 2  # between what is left before and after
     monkeypatch.setattr(PlanningEffort, "seconds", lambda *_: late_s)
