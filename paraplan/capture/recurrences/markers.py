@@ -27,16 +27,16 @@ class NotALoop(CaptureError):
     Attributes:
         where: the loop's place in the user's code; "" for torch's recurrent layers.
         why: it is none.
-        made: those made since this was emptied: forward may catch one, and the export it was made in is none all the
-            same.
+        made: where and why of those made since this was emptied: forward may catch one, and the export it was made in
+            is none all the same.
     """
 
-    made: ClassVar[list[NotALoop]] = []
+    made: ClassVar[list[tuple[str, str]]] = []
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(f"{where or 'a recurrent layer'}: {why}")
         self.where, self.why = where, why
-        self.made.append(self)
+        self.made.append((where, why))
 
 
 def _never(*args: object) -> list[Tensor]:

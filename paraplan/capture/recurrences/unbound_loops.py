@@ -1,8 +1,10 @@
 """Loops over the parts of tensors as loops over their numbers, of which `loop_code` knows what to do.
 
-for x, y in zip(a.unbind(1), b.unbind(1)):      parts_0, parts_1 = a, b
-    ...                                   ->    for t in range(min(a.shape[1], b.shape[1])):
-                                                    x, y = a[:, t], b[:, t]
+    for x, y in zip(a.unbind(1), b.unbind(1)):      parts_0, parts_1 = a, b
+        ...                                   ->    for t in range(min(a.shape[1], b.shape[1])):
+                                                        x, y = a[:, t], b[:, t]
+
+What is counted or taken otherwise stays the loop it was.
 """
 
 from __future__ import annotations
