@@ -207,12 +207,13 @@ def asks_for_gradients(net: Net, x: Tensor) -> Tensor:
 
 
 def asks_how_many(net: Net, x: Tensor) -> Tensor:
-    h, out = x[:, 0], []
-    same = out
+    out: list[Tensor] = []
+    filled, h = out, x[:, 0]
     for t in range(x.shape[1]):
-        h = h.sin() + x[:, t] * len(same)
+        many = len(filled) > 5
+        h = h.sin() * (many + 1) + x[:, t]
         out.append(h)
-    return torch.stack(out, 1)
+    return torch.stack(out)
 
 
 def asks_which_it_is(net: Net, x: Tensor) -> Tensor:

@@ -14,14 +14,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paraplan.capture.cutting.outputs import LossChoice, choose_losses, named_tensors
+from paraplan.capture.explained import explain
 from paraplan.capture.exporting.decided import Decided
 from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional, keep_no_grad, relink
-from paraplan.capture.exporting.hf import eager_masks, old_mixture
+from paraplan.capture.exporting.hf import eager_masks
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
-from paraplan.capture.precision import brought_by, default_dtype
+from paraplan.capture.precision import default_dtype
 from paraplan.capture.python_state.aliases import Aliases
 from paraplan.capture.python_state.left_state import assignments_written
 from paraplan.capture.python_state.model_writes import explicit, keep_written, refuse_hidden_writes
@@ -34,7 +35,7 @@ from paraplan.capture.recurrences.markers import NotALoop
 from paraplan.capture.repeating.repeated_calls import Repeated
 from paraplan.capture.rewriting.rewrite import Rewriter
 from paraplan.capture.rewriting.strided import by_index
-from paraplan.capture.source_lines import DATA_DEPENDENT, depends_on_data, line_of_error, line_of_stack, stack_of
+from paraplan.capture.source_lines import DATA_DEPENDENT, line_of_stack, stack_of
 from paraplan.capture.torch_private import composites_known, is_region, lazy_modules
 from paraplan.ir.errors import CaptureError
 from paraplan.kernels.torch_private import FakeTensorMode, is_fake
@@ -357,44 +358,3 @@ def _refuse_regions(graph: fx.Graph) -> None:
 
 def _line(node: fx.Node) -> str:
     return line_of_stack(node.meta.get("stack_trace")) or "somewhere in the forward"
-
-
-_KNOWN = {
-    "failed to unpack the object at pos": (
-        "a size is a tensor's value (packed sequences, repeats by count): pad to a fixed length and mask what lies "
-        "beyond, as loss * (arange(length) < lengths[:, None])"
-    ),
-    "expected compiled_fn to be GraphModule": (
-        "torch could not export a write: is a tensor that forward writes registered under two names? Register it once"
-    ),
-    "'Tensor' object has no attribute 'constant'": (
-        "a transform of torch.func (grad, vmap) runs inside forward, which export does not follow: write it out"
-    ),
-    "invalid syntax (<eval_with_key>": "export cannot write down random_(low, high): draw with torch.randint",
-    "as_strided() is non-compositional": (
-        "fill_diagonal_ or a write to as_strided(...) of a view: write to a copy (x.clone()), or use torch.where"
-    ),
-    "is mutated in the forward method": (
-        "forward writes a tensor that no buffer holds: register_buffer it, and write it under that name"
-    ),
-    "nested_tensor": "nested tensors are no tensors of one shape: pad them and pass a mask",
-}
-"""Remedies by what torch says."""
-
-
-def explain(fault: Exception, precision: str = "") -> CaptureError:
-    """What a forward's failure on fake tensors means, with the user's line and the remedy.
-
-    Args:
-        fault: of the forward.
-        precision: what it was captured for.
-    """
-    line = line_of_error(fault) or "somewhere in the forward"
-    text = str(fault).strip().split("\n")[0].removesuffix(".")
-    kind = type(fault).__name__
-    if depends_on_data(fault):
-        return CaptureError(f"{line}: {old_mixture(fault)}{DATA_DEPENDENT} ({kind})")
-    known = next((remedy for said, remedy in _KNOWN.items() if said in str(fault)), "")
-    if known:
-        return CaptureError(f"{line}: {known} ({kind})")
-    return CaptureError(f"{line}: tracing the forward failed: {kind}: {text}{brought_by(precision, text)}")

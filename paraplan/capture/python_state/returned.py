@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paraplan.capture.cutting.outputs import LossChoice, loss_name, named_tensors
-from paraplan.capture.exporting.export import explain
+from paraplan.capture.explained import explain
 from paraplan.capture.exporting.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
 from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.hf import eager_masks

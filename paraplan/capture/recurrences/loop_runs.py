@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from paraplan.capture.recurrences.loop_results import LoopResults, Stacked
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
 from paraplan.capture.recurrences.pure_calls import is_fixed, is_of_numbers, is_plain, is_pure_call
+from paraplan.capture.recurrences.unbound_loops import Parts
 from paraplan.capture.torch_private import storage_key
 
 T = TypeVar("T")
@@ -61,21 +61,6 @@ class Index:
     __hash__ = _refuse  # type: ignore[assignment]
 
 
-class _Parts:
-    """What something else than a tensor is taken apart into, read as a tensor's parts are."""
-
-    def __init__(self, parts: Sequence[object]) -> None:
-        self.parts = parts
-        self.shape = defaultdict(lambda: len(parts))
-
-    def dim(self) -> int:
-        """Any number will do."""
-        return 1
-
-    def __getitem__(self, index: tuple[Any, ...]) -> object:
-        return self.parts[index[-1]]
-
-
 class Loops:
     """The loops of one export.
 
@@ -102,7 +87,7 @@ class Loops:
             x: which.
             dim: along which.
         """
-        return x if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() else _Parts(x.unbind(dim))
+        return x if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() else Parts(x.unbind(dim))
 
     def check(self) -> None:
         """Say at the end what forward has caught, and which long loops are none, and refuse loops that ended otherwise

@@ -10,7 +10,24 @@ What is counted or taken otherwise stays the loop it was.
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
+
+
+class Parts:
+    """What something else than a tensor is taken apart into, read as a tensor's parts are."""
+
+    def __init__(self, parts: Sequence[object]) -> None:
+        self.parts = parts
+        self.shape = defaultdict(lambda: len(parts))
+
+    def dim(self) -> int:
+        """Any number will do."""
+        return 1
+
+    def __getitem__(self, index: tuple[Any, ...]) -> object:
+        return self.parts[index[-1]]
 
 
 def over_range(node: ast.For, unbound: str, number: int) -> tuple[list[ast.stmt], ast.For]:

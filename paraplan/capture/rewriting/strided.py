@@ -9,6 +9,7 @@ where x's strides are those of the user's model: as indices into x with its dims
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -35,56 +36,77 @@ def by_index(graph: fx.Graph, rewriter: Rewriter) -> None:
             rewriter.replace(node, _read(rewriter, node))
 
 
-def _read(rewriter: Rewriter, node: fx.Node) -> fx.Node:
-    """What as_strided reads; its very source where that is the same."""
-    base, size, stride = node.args[:3]
+class _Strided(NamedTuple):
+    """What is read or written through.
+
+    Attributes:
+        base: the tensor.
+        whole: its value, fake, with the user's strides.
+        size, stride: of the elements.
+        first: the place of the first of them, counted from the tensor's own first.
+        order: the tensor's dims as they are stored.
+    """
+
+    base: fx.Node
+    whole: Tensor
+    size: Sequence[int]
+    stride: Sequence[int]
+    first: int
+    order: Sequence[int]
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the tensor is stored densely, and all elements are its own."""
+        last = self.first + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.whole.permute(self.order).is_contiguous() and self.first >= 0 and last < self.whole.numel()
+
+    def refused(self, node: fx.Node, what: str, why: str) -> CaptureError:
+        """The error of a call, which `what` does, and why it cannot be."""
+        line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
+        given = f"as_strided(size={list(self.size)}, stride={list(self.stride)})"
+        of = f"a tensor of shape {list(self.whole.shape)} and strides {list(self.whole.stride())}"
+        return CaptureError(f"{line}: {what.format(given)} {of} {why}")
+
+    def flat(self, rewriter: Rewriter, node: fx.Node) -> fx.Node:
+        """The tensor's elements as they are stored, before a node."""
+        stored = rewriter.call(node, aten.permute.default, self.base, self.order)
+        return rewriter.call(node, aten.reshape.default, stored, [-1])
+
+
+def _strided(node: fx.Node, at: int) -> _Strided:
+    """Of a call whose size stands in so many a place."""
+    base, size, stride, *rest = node.args[0], *node.args[at : at + 3]
     assert isinstance(base, fx.Node)
     whole = value_of(base)
-    given = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
-    first = (whole.storage_offset() if given is None else int(given)) - whole.storage_offset()  # type: ignore[call-overload]
-    if first == 0 and (list(size), list(stride)) == (list(whole.shape), list(whole.stride())):  # type: ignore[call-overload, arg-type]
-        return base
+    given: Any = rest[0] if rest else node.kwargs.get("storage_offset")
+    first = (whole.storage_offset() if given is None else int(given)) - whole.storage_offset()
     order = sorted(range(whole.dim()), key=lambda dim: (-whole.stride(dim), -whole.shape[dim], dim))
-    places = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))  # type: ignore[call-overload, arg-type]
-    if not _is_dense(whole, order) or first < 0 or places >= whole.numel():
-        line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
-        raise CaptureError(
-            f"{line}: as_strided(size={list(size)}, stride={list(stride)}) of a tensor of shape "  # type: ignore[call-overload]
-            f"{list(whole.shape)} and strides {list(whole.stride())} reads elements of another tensor; take parts of "
-            "that one, or use unfold"
-        )
-    index = _places(rewriter, node, size, stride, first)  # type: ignore[arg-type]
-    stored = rewriter.call(node, aten.permute.default, base, order)
-    flat = rewriter.call(node, aten.reshape.default, stored, [-1])
-    return rewriter.call(node, aten.reshape.default, rewriter.call(node, aten.index.Tensor, flat, [index]), list(size))  # type: ignore[call-overload]
+    return _Strided(base, whole, size, stride, first, order)  # type: ignore[arg-type]
+
+
+def _read(rewriter: Rewriter, node: fx.Node) -> fx.Node:
+    """What as_strided reads; its very source where that is the same."""
+    of = _strided(node, 1)
+    if of.first == 0 and (list(of.size), list(of.stride)) == (list(of.whole.shape), list(of.whole.stride())):
+        return of.base
+    if not of.is_within:
+        raise of.refused(node, "{} of", "reads elements of another tensor; take parts of that one, or use unfold")
+    index = _places(rewriter, node, of.size, of.stride, of.first)
+    taken = rewriter.call(node, aten.index.Tensor, of.flat(rewriter, node), [index])
+    return rewriter.call(node, aten.reshape.default, taken, list(of.size))
 
 
 def _indexed(rewriter: Rewriter, node: fx.Node) -> fx.Node:
-    base, source, size, stride = node.args[:4]
-    assert isinstance(base, fx.Node) and isinstance(source, fx.Node)
-    whole = value_of(base)
-    given = node.args[4] if len(node.args) > 4 else node.kwargs.get("storage_offset")
-    first = (whole.storage_offset() if given is None else int(given)) - whole.storage_offset()  # type: ignore[call-overload]
-    order = sorted(range(whole.dim()), key=lambda dim: (-whole.stride(dim), -whole.shape[dim], dim))
-    places = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))  # type: ignore[call-overload, arg-type]
-    if not _is_dense(whole, order) or first < 0 or places >= whole.numel() or not _are_apart(size, stride):  # type: ignore[arg-type]
-        line = line_of_stack(node.meta.get("stack_trace")) or "unknown line"
-        raise CaptureError(
-            f"{line}: a write through as_strided(size={list(size)}, stride={list(stride)}) to a tensor of shape "  # type: ignore[call-overload]
-            f"{list(whole.shape)} and strides {list(whole.stride())} reaches elements of another tensor or one element "
-            "twice; write with indices or torch.where"
-        )
-    index = _places(rewriter, node, size, stride, first)  # type: ignore[arg-type]
-    stored = rewriter.call(node, aten.permute.default, base, order)
-    flat = rewriter.call(node, aten.reshape.default, stored, [-1])
+    of, source = _strided(node, 2), node.args[1]
+    assert isinstance(source, fx.Node)
+    if not of.is_within or not _are_apart(of.size, of.stride):
+        why = "reaches elements of another tensor or one element twice; write with indices or torch.where"
+        raise of.refused(node, "a write through {} to", why)
+    index = _places(rewriter, node, of.size, of.stride, of.first)
     values = rewriter.call(node, aten.reshape.default, source, [-1])
-    written = rewriter.call(node, aten.index_put.default, flat, [index], values)
-    shaped = rewriter.call(node, aten.reshape.default, written, [whole.shape[dim] for dim in order])
-    return rewriter.call(node, aten.permute.default, shaped, [order.index(dim) for dim in range(whole.dim())])
-
-
-def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
-    return x.permute(order).is_contiguous()
+    written = rewriter.call(node, aten.index_put.default, of.flat(rewriter, node), [index], values)
+    shaped = rewriter.call(node, aten.reshape.default, written, [of.whole.shape[dim] for dim in of.order])
+    return rewriter.call(node, aten.permute.default, shaped, [of.order.index(dim) for dim in range(of.whole.dim())])
 
 
 def _are_apart(size: Sequence[int], stride: Sequence[int]) -> bool:
