@@ -26,9 +26,7 @@ from paraplan.ir.machine.collectives import COLLECTIVES
 
 ROOT = Path(__file__).parents[1]
 
-READ_BY_THE_RUNTIME = (
-    *("capture.python_state", "capture.exporting.fake", "capture.exporting.user_functions", "capture.reference"),
-)
+READ_BY_THE_RUNTIME = (*("capture.python_state", "capture.exporting.fake", "capture.hooks", "capture.reference"),)
 """What the runtime has of capture: how a model's own Python is read, which a step holds against what was captured."""
 
 BELOW_THE_API = (
@@ -95,7 +93,8 @@ OPTIONAL = {
 }
 """What is imported inside a function, and where: each is installed with an extra alone."""
 
-TORCH_PRIVATE = tuple(f"{room}/torch_private.py" for room in ("kernels", "capture", "codegen", "runtime/executing"))
+ROOMS = "kernels", "capture", "capture/following", "codegen", "runtime/executing"
+TORCH_PRIVATE = tuple(f"{room}/torch_private.py" for room in ROOMS)
 NO_TORCH_ROOMS = ("ir", "rules", "lowering", "cost_models", "planner", "baselines", "report", "explaining")
 TORCH_AND_ALL_ON_IT = ("torch", "torchvision", "transformers", "safetensors")
 SOLVERS = ("ortools", "pulp")

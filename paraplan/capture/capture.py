@@ -28,8 +28,8 @@ from paraplan.capture.exporting.export import Asked, Exported, LossFn
 from paraplan.capture.exporting.fake import name_inputs, of_microbatch, traced_dtype
 from paraplan.capture.exporting.quiet import quiet_torch
 from paraplan.capture.exporting.traced import blaming_attributes, trace_model
-from paraplan.capture.exporting.user_functions import refuse_hooks, refuse_scripts
 from paraplan.capture.fingerprint import fingerprint
+from paraplan.capture.hooks import refuse_hooks, refuse_scripts
 from paraplan.capture.precision import default_dtype, lift_to_float64, widened
 from paraplan.capture.python_state.dynamic import Attribute, find_attributes
 from paraplan.capture.python_state.reading import Reads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paraplan.capture.exporting.hf import old_mixture
+from paraplan.capture.following.refusals import Refused
 from paraplan.capture.precision import brought_by
 from paraplan.capture.source_lines import DATA_DEPENDENT, depends_on_data, line_of_error
 from paraplan.ir.errors import CaptureError
@@ -45,4 +46,6 @@ def explain(fault: Exception, precision: str = "") -> CaptureError:
     known = next((remedy for said, remedy in _KNOWN.items() if said in str(fault)), "")
     if known:
         return CaptureError(f"{line}: {known} ({kind})")
+    if isinstance(fault, Refused):
+        return CaptureError(f"{line}: {fault}")
     return CaptureError(f"{line}: tracing the forward failed: {kind}: {text}{brought_by(precision, text)}")

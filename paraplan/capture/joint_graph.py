@@ -21,7 +21,7 @@ from paraplan.capture.source_lines import line_of_stack
 from paraplan.capture.torch_private import recording_graph, trace_ops
 from paraplan.ir.errors import CaptureError, ParaplanError
 from paraplan.ir.model.graph import Phase
-from paraplan.kernels.torch_private import FakeTensorMode, OpOverload, tree_leaves, tree_map_only
+from paraplan.kernels.torch_private import FakeTensorMode, OpOverload, gives_alias, tree_leaves, tree_map_only
 
 LABEL = "paraplan_label"
 Label = tuple[Phase, str]
@@ -186,6 +186,7 @@ def trace_joint(
         except Exception as fault:
             raise _untraceable(labels, fault) from fault
         if _writes_in_place(module.graph):
+            _refuse_writes(module.graph, len(outside) + len(piece.constants))
             module = _without_mutation(module, args)
             _forward_first(module.graph, len(piece.outputs) + len(asides))
         if torch.get_default_dtype() != torch.float32:  # which it is where the program runs
@@ -244,6 +245,27 @@ def _fake_like(node: fx.Node, requires_grad: bool) -> Tensor:
 
 def _writes_in_place(graph: fx.Graph) -> bool:
     return any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.nodes)
+
+
+def _refuse_writes(graph: fx.Graph, num_given: int) -> None:
+    """Writes of a user's function to what the piece was given, or to what is none of its arguments.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    free = [node for node in graph.nodes if node.op == "placeholder"][num_given:]  # gradients, which are its own
+    for node in graph.nodes:
+        if not (isinstance(node.target, OpOverload) and node.target._schema.is_mutable):
+            continue
+        root = node
+        while gives_alias(root.target) and isinstance(root.args[0], fx.Node):
+            root = root.args[0]
+        if root.op != "call_function" and root not in free:
+            raise CaptureError(
+                f"{node.meta[LABEL][1] or 'forward'}: a function of autograd writes a buffer, or what else it was "
+                "given, in place, in its backward or by another name, which no captured step sees; write buffers in "
+                "the model's forward"
+            )
 
 
 def _without_mutation(module: fx.GraphModule, args: Sequence[Tensor]) -> fx.GraphModule:

@@ -28,6 +28,11 @@ def depends_on_data(fault: Exception) -> bool:
     return any(word in said for word in ("DataDependent", "data-dependent", "unbacked", "DynamicOutputShape"))
 
 
+def is_of_trace(fault: Exception) -> bool:
+    """Whether torch refused what it does to tensors that have data."""
+    return any(word in str(fault) for word in ("Cannot access data pointer", "not supported for tensor subclasses"))
+
+
 def _spell(file: str, line: str | int, function: str, code: str) -> str:
     return f"{PurePath(file).name}:{line}, in {function}: {code.strip()}"
 

@@ -51,6 +51,7 @@ __all__ = [
     "drop_refused",
     "functions_applied_by",
     "global_hook",
+    "is_own",
     "is_region",
     "lazy_modules",
     "recording_graph",
@@ -125,6 +126,13 @@ def traced_as(tensor: Tensor) -> object:
     """What a trace under way knows a tensor as; None where there is none, or it does not know the tensor."""
     mode = get_proxy_mode()
     return None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Whether the trace under way knows a tensor as what a call made, and no view."""
+    known = traced_as(tensor)
+    node = getattr(getattr(known, "proxy", None), "node", None)
+    return node is not None and node.op == "call_function" and not tensor._is_view()
 
 
 def trace_as(tensor: Tensor, known: object) -> None:

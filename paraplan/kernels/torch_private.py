@@ -35,6 +35,7 @@ __all__ = [
     "fake_mode",
     "has_kernel",
     "in_backward",
+    "gives_alias",
     "is_composite",
     "is_fake",
     "lazy_module",
@@ -48,6 +49,11 @@ __all__ = [
 def is_composite(op: OpOverload) -> bool:
     """Whether an op is written in terms of others, its gradient following from theirs."""
     return bool(_dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def gives_alias(target: object) -> bool:
+    """Whether a call target is an op that gives back its argument, or a view of it."""
+    return isinstance(target, OpOverload) and any(each.alias_info is not None for each in target._schema.returns)
 
 
 def has_kernel(op: OpOverload) -> bool:

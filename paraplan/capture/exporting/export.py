@@ -17,11 +17,13 @@ from paraplan.capture.cutting.outputs import LossChoice, choose_losses, named_te
 from paraplan.capture.explained import explain
 from paraplan.capture.exporting.decided import Decided
 from paraplan.capture.exporting.fake import DOUBLE, arguments, as_computed
-from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.functional import functional, keep_no_grad, relink
 from paraplan.capture.exporting.hf import eager_masks
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
+from paraplan.capture.following.followed import Followed
+from paraplan.capture.following.patched import followed_modules
+from paraplan.capture.following.refusals import refusals_noted
 from paraplan.capture.precision import default_dtype
 from paraplan.capture.python_state.aliases import Aliases
 from paraplan.capture.python_state.left_state import assignments_written
@@ -183,8 +185,7 @@ def export_loss(
         CaptureError: the forward cannot be traced; names the user's line and the remedy.
     """
     loss_fn, precision = asked.loss_fn, asked.precision
-    reading = reading or Reading(model, loss_fn)
-    returned, followed = _Returned(), Followed()
+    reading, returned, followed = reading or Reading(model, loss_fn), _Returned(), Followed()
     choose = _chooser(returned, asked.choice, asked.keep_outputs)
     loops = Loops(asked.apart if asked.rolled else None)
     wrapped = _WithLoss(model, tuple(batch), asked, choose, reading, followed, loops)
@@ -197,12 +198,13 @@ def export_loss(
         followed_modules(followed),
         lazy_modules(),
         recorded_functions() as functions,
+        refusals_noted() as refused,
     ):
         try:
             with no_outside_numbers(), reading.watching(), loops_followed(model, loss_fn, loops):
                 program = torch.export.export(wrapped, tuple(batch.values()), strict=False)
             loops.check()
-            followed.check()
+            followed.check(refused)
             relink(program.graph_module)
             keep_written(program)
             keep_no_grad(program.graph_module)
@@ -219,7 +221,7 @@ def export_loss(
     refuse_hidden_writes(program)
     functions.restore(program.graph_module.graph)
     by_index(program.graph_module.graph, Rewriter(program.graph_module.graph, mode))
-    _reject_mutation(program)
+    _reject_mutation(program, tuple(batch))
     flat = _flatten(program, tuple(batch))._replace(losses=returned.losses, outputs=returned.outputs)
     reading.settle(flat.graph, flat.names, len(returned.losses) + len(returned.outputs))
     if precision not in ("fp64", DOUBLE):
@@ -239,11 +241,12 @@ def _say_loss(graph: fx.Graph, loss_fn: LossFn | None) -> None:
             node.meta["stack_trace"] = said[stack]
 
 
-def _reject_mutation(program: ExportedProgram) -> None:
-    results = program.graph_module.graph.output_node().args[0]
+def _reject_mutation(program: ExportedProgram, batch_names: Sequence[str]) -> None:
+    inputs = [each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT]
+    called, results = dict(zip(inputs, batch_names, strict=True)), program.graph_module.graph.output_node().args[0]
     for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
         line = line_of_stack(node.meta.get("stack_trace")) or "forward"
-        name = str(spec.target).removeprefix(_PREFIX)
+        name = called.get(str(spec.target), str(spec.target).removeprefix(_PREFIX))
         if spec.kind is OutputKind.USER_INPUT_MUTATION:
             raise CaptureError(f"{line}: writes the input {name!r} in place; work on a copy: x = x.clone()")
         if spec.kind is not OutputKind.PARAMETER_MUTATION:

@@ -17,7 +17,7 @@ from torch.export.graph_signature import OutputKind
 
 from paraplan.capture.exporting.in_place import has_writes, make_functional, writes_of
 from paraplan.capture.torch_private import is_region
-from paraplan.kernels.torch_private import OpOverload, is_composite
+from paraplan.kernels.torch_private import OpOverload, gives_alias, is_composite
 
 aten = torch.ops.aten
 
@@ -85,7 +85,8 @@ def relink(module: fx.GraphModule) -> None:
 
 
 def keep_no_grad(module: fx.GraphModule) -> None:
-    """Detaches what no_grad regions return: inlining them would silently give it a gradient.
+    """Detaches what no_grad regions return, and of writes there what they write: inlining them would silently give it a
+    gradient. What is written itself has none, and goes on being what later writes change: a detached one is not.
 
     Args:
         module: as exported; changed.
@@ -101,16 +102,49 @@ def keep_no_grad(module: fx.GraphModule) -> None:
 
 
 def _detach_outputs(module: fx.GraphModule) -> None:
-    output = module.graph.output_node()
-    with module.graph.inserting_before(output):
+    graph = module.graph
+    writes = [node for node in graph.nodes if _is_write(node)]
 
-        def detach(value: fx.Node) -> fx.Node:
-            made = module.graph.call_function(torch.ops.aten.detach.default, (value,))
-            made.meta = dict(value.meta)
-            return made
+    def detach(value: fx.Node) -> fx.Node:
+        return value if value in writes else _called(graph, aten.detach.default, value)
 
+    for node in writes:
+        with graph.inserting_before(node):
+            node.args = (node.args[0], *fx.map_arg(node.args[1:], detach))
+    for root in dict.fromkeys(map(_root, writes)):
+        if root.op != "placeholder":
+            with graph.inserting_after(root):
+                made = _called(graph, aten.detach.default, root)
+            with graph.inserting_after(made):
+                own = _called(graph, aten.clone.default, made)  # of a view, later gradients would be lost
+            root.replace_all_uses_with(own, delete_user_cb=lambda user, made=made: user is not made)
+    output = graph.output_node()
+    with graph.inserting_before(output):
         output.args = fx.map_arg(output.args, detach)
     module.recompile()
+
+
+def _called(graph: fx.Graph, target: OpOverload, value: fx.Node) -> fx.Node:
+    made = graph.call_function(target, (value,))
+    made.meta = dict(value.meta)
+    return made
+
+
+def _root(write: fx.Node) -> fx.Node:
+    """What a write writes to, or a view of it."""
+    found = write
+    while gives_alias(found.target):
+        source = found.args[0]
+        assert isinstance(source, fx.Node)
+        found = source
+    return found
+
+
+def _is_write(node: fx.Node) -> bool:
+    """Whether a call writes its first argument in place and gives it back."""
+    target = node.target
+    is_mutable = isinstance(target, OpOverload) and target._schema.is_mutable
+    return is_mutable and target._schema.name.endswith("_") and isinstance(node.meta.get("val"), Tensor)
 
 
 def _detach_constants(graph: fx.Graph) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paraplan.kernels.torch_private import FakeTensor, OpOverload, is_composite, tree_leaves, tree_map_only
+from paraplan.kernels.torch_private import FakeTensor, OpOverload, gives_alias, is_composite, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 _SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
@@ -89,7 +89,7 @@ def _roots(
         return own if roots[source] == frozenset((source,)) else roots[source]
     if not isinstance(target, OpOverload):
         return own.union(*(roots[each] for each in node.all_input_nodes))
-    if any(each.alias_info is not None for each in target._schema.returns):
+    if gives_alias(target):
         return frozenset().union(*(roots[each] for each in node.all_input_nodes))
     if is_composite(target) and not kept(target):
         return own.union(*(roots[each] for each in node.all_input_nodes))

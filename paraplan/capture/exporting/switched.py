@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from paraplan.capture.following.refusals import Refused
 from paraplan.capture.source_lines import line_of_stack
 from paraplan.ir.errors import CaptureError
 from paraplan.kernels.torch_private import is_fake, tree_map_only
@@ -60,7 +61,7 @@ class Switches(TorchFunctionMode):
 
     def _switch(self, x: Tensor, on: bool) -> None:
         if on and not x.requires_grad:
-            raise RuntimeError(
+            raise Refused(
                 f"requires_grad of parameter {self._names[id(x)]!r}, which does not train, is switched on in forward; "
                 "switch it on before planning, and where it shall not train read it detached (w.detach())"
             )
@@ -87,7 +88,7 @@ class Switches(TorchFunctionMode):
 
 def _refuse_outside(x: object) -> None:
     if isinstance(x, nn.Parameter) and not is_fake(x):
-        raise RuntimeError(
+        raise Refused(
             f"requires_grad of a parameter of shape {tuple(x.shape)} is switched that is none of the model in training "
             "(a loss function's own, or read from a global); make its module part of the model (self.critic = ...)"
         )

@@ -31,22 +31,31 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from paraplan.capture.canonical.canonical import define
+from paraplan.capture.following.refusals import Refused
+from paraplan.capture.following.torch_private import in_gradient_transform
+from paraplan.capture.hooks import HOOKED
 from paraplan.capture.python_state.code import Reached
 from paraplan.capture.python_state.contents import content_digest
 from paraplan.capture.python_state.setting_paths import outside_value
 from paraplan.capture.python_state.values import is_plain
-from paraplan.capture.torch_private import functions_applied_by, global_hook, run_function
+from paraplan.capture.torch_private import (
+    functions_applied_by,
+    is_own,
+    run_function,
+    storage_key,
+    trace_as,
+    traced_as,
+)
 from paraplan.ir.errors import CaptureError
 from paraplan.kernels.torch_private import (
     OpOverload,
     TorchDispatchMode,
+    gives_alias,
     is_fake,
     tree_leaves,
     tree_map_only,
     tree_structure,
 )
-
-_HOOKED = "write what the hook does to the gradient as a torch.autograd.Function; a hook is no part of a captured graph"
 
 _ENTERED = (TorchDispatchMode, saved_tensors_hooks)
 
@@ -104,7 +113,14 @@ class UserFunction:
         Raises:
             CaptureError: one of them is no tensor.
         """
-        made = self.results(tensors)
+        return self.listed(self.results(tensors))
+
+    def listed(self, made: object) -> tuple[Tensor, ...]:
+        """Results as a tuple.
+
+        Raises:
+            CaptureError: one of them is no tensor.
+        """
         found = made if isinstance(made, tuple) else (made,)
         if not all(isinstance(x, Tensor) for x in found):
             kinds = ", ".join(type(x).__name__ for x in found)
@@ -119,6 +135,30 @@ def has_own_backward(node: fx.Node) -> bool:
     return isinstance(target, UserFunction) or not ours
 
 
+class _Writes(TorchDispatchMode):
+    """Under it, the storages are noted that ops write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every op as it is."""
+        named = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for each in func._schema.arguments:
+            if each.alias_info is not None and each.alias_info.is_write:
+                self.storages |= {storage_key(x) for x in tree_leaves(named.get(each.name)) if isinstance(x, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def _is_all_of(one: Tensor, other: Tensor) -> bool:
+    """Whether one tensor is all of another."""
+    same = (
+        one.shape == other.shape and one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
+    )
+    return same and storage_key(one) == storage_key(other)
+
+
 class Recorded:
     """The calls of user's functions recorded during one export."""
 
@@ -126,6 +166,7 @@ class Recorded:
         self._functions: list[UserFunction] = []
         self._reached: dict[type[Function], Reached] = {}
         self._single: dict[int, bool] = {}
+        self._written: dict[int, dict[int, int]] = {}  # per function, tensors it writes in place: which result each is
         self._inside = False
 
     def apply(self, cls: type[Function], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -148,18 +189,28 @@ class Recorded:
         if number == count:
             self._functions.append(UserFunction(cls, given, number, read))
         made = torch.ops.paraplan.user_function(tensors, number)
+        for at, result in self._written[number].items():
+            if result < 0 or not is_own(tensors[at]):
+                raise _written_elsewhere(cls)
+            trace_as(tensors[at], traced_as(made[result]))
         return made[0] if self._single[number] else tuple(made)
 
     def shapes(self, tensors: list[Tensor], number: int) -> list[Tensor]:
         """Fake results of a recorded call."""
-        self._inside = True
+        self._inside, writes = True, _Writes()
         try:
-            with torch.no_grad():
-                made = self._functions[number](tensors)
-                self._single[number] = not isinstance(self._functions[number].results(tensors), tuple)
+            with torch.no_grad(), writes:
+                made = self._functions[number].results(tensors)
+                found = self._functions[number].listed(made)
         finally:
             self._inside = False
-        return [x.clone() for x in made]
+        self._single[number] = not isinstance(made, tuple)
+        self._written[number] = {
+            at: next((result for result, each in enumerate(found) if _is_all_of(each, x)), -1)
+            for at, x in enumerate(tensors)
+            if storage_key(x) in writes.storages
+        }
+        return [x.clone() for x in found]
 
     def _read(self, cls: type[Function], given: _Given) -> str:
         """Digest of what a function reads of Python now."""
@@ -172,7 +223,8 @@ class Recorded:
         """Calls of the functions themselves in place of the op.
 
         Raises:
-            CaptureError: what one of them reads of Python is no longer what it was when it was called.
+            CaptureError: what one of them reads of Python is no longer what it was when it was called, or what one
+            writes in place is read under another name.
         """
         for each in self._functions:
             if self._read(each.cls, each.given) != each.read:
@@ -181,9 +233,30 @@ class Recorded:
                     "variables around it) is changed in the same forward; give apply numbers, or an object that stays "
                     "as it is"
                 )
+        order = {node: place for place, node in enumerate(graph.nodes)}
         for node in graph.nodes:
             if node.target is torch.ops.paraplan.user_function.default:
-                node.target, node.args = self._functions[node.args[1]], (node.args[0],)
+                tensors, number = node.args
+                views = [view for at in self._written[number] for view in _views(tensors[at])]
+                if any(order[user] > order[node] for view in views for user in view.users):
+                    raise _written_elsewhere(self._functions[number].cls)
+                node.target, node.args = self._functions[number], (tensors,)
+
+
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    """What shares its memory with a value, made of it."""
+    for user in node.users:
+        if gives_alias(user.target):
+            yield user
+            yield from _views(user)
+
+
+def _written_elsewhere(cls: type[Function]) -> CaptureError:
+    return CaptureError(
+        f"{cls.__qualname__}.forward writes a tensor in place that it does not give back, that is a view, a buffer, a "
+        "parameter or an input, or of which a view is read later: these would keep the old value; write to a copy "
+        "(x.clone()), and buffers in the model's forward"
+    )
 
 
 _RECORDING: ContextVar[Recorded] = ContextVar("recording")
@@ -210,7 +283,7 @@ def recorded_functions() -> Iterator[Recorded]:
 
     def refused(name: str) -> Callable[..., object]:
         def hook(self: Tensor, hook: Callable[..., Any]) -> object:
-            raise RuntimeError(f"Tensor.{name} is called; {_HOOKED}")
+            raise Refused(f"Tensor.{name} is called; {HOOKED}")
 
         return hook
 
@@ -245,11 +318,11 @@ def _refuse_entered(what: Any) -> None:
     if str(getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "paraplan"):
         return
     if isinstance(what, TorchDispatchMode):
-        raise RuntimeError(
+        raise Refused(
             f"the forward enters {owner.__qualname__}, a TorchDispatchMode, whose answers are no part of a captured "
             "graph; compute what it does in forward, or leave it out while planning"
         )
-    raise RuntimeError(
+    raise Refused(
         "the forward enters saved_tensors_hooks, and what they make of saved tensors is no part of a captured graph; "
         "leave them out: where activations are kept, and whether, is chosen by the plan"
     )
@@ -269,7 +342,7 @@ def no_outside_numbers() -> Iterator[None]:
     if arrays is not None and str(arrays.random.get_state()) != before[1]:
         drawn = "numpy.random"
     if drawn:
-        raise RuntimeError(
+        raise Refused(
             f"the forward draws from {drawn}, whose numbers would be constants, the same in every step; draw with "
             "torch.rand and choose with torch.where, or pass them as an input"
         )
@@ -286,61 +359,17 @@ class NoOutsideGradients(TorchFunctionMode):
         """Run it, and see whether a gradient would flow to such a tensor."""
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.requires_grad:
+            if in_gradient_transform(result):
+                raise Refused(
+                    "a transform of torch.func that takes gradients (grad, vjp, jvp, jacrev) runs in forward; a "
+                    "captured step has one backward, that of its loss: write the derivative out"
+                )
             for each in tree_leaves((args, kwargs)):
                 if type(each) in (Tensor, nn.Parameter) and each.requires_grad and not is_fake(each):
-                    raise RuntimeError(
+                    raise Refused(
                         f"a tensor of shape {tuple(each.shape)} that requires a gradient is no parameter of the model "
                         "(it is of a loss_fn with parameters of its own, or kept in a list), so that it would not be "
                         "trained; make it, or the module it belongs to, part of the model (self.criterion = ...), or "
                         "call requires_grad_(False) on it"
                     )
         return result
-
-
-def hook_of(param: Tensor) -> str:
-    """What a hook on a parameter's gradient was registered with; "" where there is none."""
-    if getattr(param, "_backward_hooks", None):
-        return "register_hook"
-    return "register_post_accumulate_grad_hook" if getattr(param, "_post_accumulate_grad_hooks", None) else ""
-
-
-def global_hook_fault() -> str:
-    """What to say of a hook of all modules; "" where there is none."""
-    if name := global_hook():
-        return (
-            f"a hook of all modules is registered (torch.nn.modules.module.{name}), which no captured step runs; "
-            "remove it (forward hooks of the model's own modules, registered before, are captured)"
-        )
-    return ""
-
-
-def refuse_hooks(model: nn.Module) -> None:
-    """Hooks that change gradients of parameters or modules, and hooks of all modules there are.
-
-    Raises:
-        CaptureError: there is one.
-    """
-    if fault := global_hook_fault():
-        raise CaptureError(fault)
-    for name, param in model.named_parameters():
-        if hook := hook_of(param):
-            raise CaptureError(f"parameter {name!r} has a hook on its gradient ({hook}): {_HOOKED}")
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            where = f"module {name!r}" if name else "the model"
-            raise CaptureError(f"{where} has a backward hook: {_HOOKED}")
-
-
-def refuse_scripts(model: nn.Module) -> None:
-    """Modules of `torch.jit`, whose parameters are none of Python's.
-
-    Raises:
-        CaptureError: there is one.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            where = f"module {name!r}" if name else "the model"
-            raise CaptureError(
-                f"{where} is a {type(module).__name__} of torch.jit, which export cannot look into; keep the nn.Module "
-                "it was made of"
-            )

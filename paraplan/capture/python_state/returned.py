@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from paraplan.capture.cutting.outputs import LossChoice, loss_name, named_tensors
 from paraplan.capture.explained import explain
 from paraplan.capture.exporting.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
-from paraplan.capture.exporting.followed import Followed, followed_modules
 from paraplan.capture.exporting.hf import eager_masks
 from paraplan.capture.exporting.quiet import quiet_torch
+from paraplan.capture.following.followed import Followed
+from paraplan.capture.following.patched import followed_modules
 from paraplan.capture.python_state.code import Reached, caches_restored
 from paraplan.ir.errors import ParaplanError
 from paraplan.kernels.torch_private import fake_mode

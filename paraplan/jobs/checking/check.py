@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.capture.cutting.outputs import LossChoice
-from paraplan.capture.exporting.user_functions import refuse_hooks
+from paraplan.capture.hooks import refuse_hooks
 from paraplan.ir.errors import CheckError
 from paraplan.ir.model.program import Program, master_dtype
 from paraplan.ir.plan import Plan

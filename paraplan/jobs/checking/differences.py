@@ -14,9 +14,9 @@ from torch import Tensor
 from paraplan.kernels.dtypes import dtype_name
 
 Tensors = Mapping[str, Tensor | None]
-FLOOR, NARROW_FLOOR = 1e-6, 1e-3
-"""A tensor counts as at least this much of its largest peer: in float64, and in what is narrower, where a gradient that
-cancels to nothing is rounding noise of that size."""
+FLOOR, NARROW_FLOOR = 1e-5, 1e-3
+"""A tensor counts as at least this much of its largest peer: in float64, and in what is narrower. A gradient that
+cancels to nothing is rounding noise of its terms, in float64 some tens of units of the last place of its peers."""
 
 
 def floor_of(precision: str) -> float:

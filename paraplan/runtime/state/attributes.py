@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from paraplan.capture.exporting.user_functions import hook_of, refuse_hooks
+from paraplan.capture.hooks import hook_of, refuse_hooks
 from paraplan.capture.python_state.dynamic import attribute_now, with_attributes
 from paraplan.capture.python_state.reading import Reads
 from paraplan.ir.errors import PlanMismatchError

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from paraplan.capture.exporting.user_functions import global_hook_fault
+from paraplan.capture.hooks import global_hook_fault
 from paraplan.capture.python_state.aliases import names_of
 from paraplan.capture.python_state.code import HOOKS, from_key
 from paraplan.capture.python_state.dynamic import as_tensor

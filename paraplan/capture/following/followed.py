@@ -1,23 +1,18 @@
-"""What export would not follow as it is written, done in a way it does.
+"""What export would not follow as it is written, done in a way it does: calls of torch.
 
-Whether it is being compiled or exported, forward is told as eager would tell it: no; torch's own modules and
-transformers', which then avoid what cannot be traced and compute the same, are told the truth.
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
 (`torch.tensor(0.1)`) are kept as they were written, for fp64. An einsum that only turns a tensor's dims is a
 permutation of them, for it is a view. What gives back the very tensor it was given (a dropout
 of nothing, too) is no op either, nor is what torch refuses, where forward catches the error and goes on; where only a
 trace refuses it, forward goes on as eager would not, and capture ends with that error.
-`torch.inference_mode` is no_grad, and what is written under no_grad has no gradient, also to a part of a tensor. Arrays
-of numpy become tensors as they are then: what is made of them later does not show in a graph. Batch norm with
-momentum=None, a cumulative average, reads its counter as a Python number: here its running statistics move by
-1 / counter, a tensor. A function of `torch.jit` runs op by op.
+What is written under no_grad has no gradient, also to a part of a tensor; what was detached in place is known as
+detached from there on. Arrays of numpy become tensors as they are then: what is made of them later does not show in a
+graph.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -26,13 +21,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from paraplan.capture.source_lines import depends_on_data
-from paraplan.capture.torch_private import drop_refused, scripts_by_op, trace_as, traced_as
+from paraplan.capture.following.refusals import note
+from paraplan.capture.following.torch_private import detach_as_traced
+from paraplan.capture.source_lines import depends_on_data, is_of_trace
+from paraplan.capture.torch_private import drop_refused, is_own, trace_as, traced_as
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import BatchNorm, tree_leaves, tree_map_only
+from paraplan.kernels.torch_private import tree_leaves, tree_map_only
 
 _DATA = torch.Tensor.data
 _DROPOUTS = frozenset({F.dropout, torch.dropout, torch.dropout_})
+_DETACHES = frozenset({torch.Tensor.detach_, torch.detach_})
 _WRITTEN = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
 _IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"})
 _ARRAYS: tuple[type, ...] = (numpy.ndarray,)
@@ -43,9 +41,8 @@ class Followed(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.refused: Exception | None = None  # by a trace, whatever forward did then
         self.shared: list[tuple[Any, Any]] = []  # arrays in whose memory tensors lie, and what they held
-        self._numbers: list[tuple[tuple[int, ...], list[float]]] = []
+        self._numbers: list[tuple[torch.dtype, tuple[int, ...], list[float]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every other function as it is."""
@@ -54,6 +51,8 @@ class Followed(TorchFunctionMode):
         args, kwargs = _as_given(func, args, kwargs or {})
         if getattr(func, "__self__", None) is _DATA:
             return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
+        if func in _DETACHES and args and is_own(args[0]):
+            return _detached(args[0])
         if func in _DROPOUTS and _drops_nothing(*args, **kwargs):
             return args[0] if args else kwargs["input"]
         if func is torch.einsum and (turned := _turned(*args)) is not None:
@@ -61,27 +60,30 @@ class Followed(TorchFunctionMode):
         try:
             made = _as_itself(func, args, kwargs)
         except Exception as fault:
-            if self.refused is None and (isinstance(fault, CaptureError) or depends_on_data(fault)):
-                self.refused = fault
+            if isinstance(fault, CaptureError) or depends_on_data(fault) or is_of_trace(fault):
+                note(fault)
             raise
         if func in _WRITTEN and isinstance(made, Tensor) and made.dtype == torch.get_default_dtype():
             leaves = tree_leaves(args[-1] if args else kwargs.get("data"))
             if leaves and len(leaves) == made.numel() and all(isinstance(x, (int, float)) for x in leaves):
-                self._numbers.append((tuple(made.shape), [float(x) for x in leaves]))
+                self._numbers.append((made.dtype, tuple(made.shape), [float(x) for x in leaves]))
         return made
 
     def share(self, *given: object) -> None:
         """Tensors are made of arrays, in whose memory they lie."""
         self.shared += [(each, each.copy()) for each in given if isinstance(each, numpy.ndarray)]
 
-    def check(self) -> None:
-        """Say at the end what a trace has refused and forward has caught: it went on as eager would not.
+    def check(self, refused: Sequence[Exception]) -> None:
+        """Say at the end what no graph shows.
 
+        Args:
+            refused: by the trace, whether forward caught it or not.
         Raises:
-            CaptureError: likewise, or forward has changed an array in whose memory a tensor lies.
+            CaptureError: forward has changed an array in whose memory a tensor lies.
+            Exception: what was refused first.
         """
-        if self.refused is not None:
-            raise self.refused
+        if refused:
+            raise refused[0]
         if any(not numpy.array_equal(now, then, equal_nan=now.dtype.kind in "fc") for now, then in self.shared):
             raise CaptureError(
                 "forward changes an array of numpy after it has made a tensor of its memory (from_numpy, as_tensor), "
@@ -90,10 +92,11 @@ class Followed(TorchFunctionMode):
 
     def exact(self, constant: Tensor) -> Tensor:
         """A constant of the trace in float64: as it was written, where forward wrote it out."""
-        for shape, values in self._numbers:
-            written = torch.tensor(values, dtype=torch.float64).reshape(shape)
-            if shape == tuple(constant.shape) and torch.equal(written.to(constant.dtype), constant):
-                return written
+        for *like, values in self._numbers:
+            if like == [constant.dtype, tuple(constant.shape)]:
+                written = torch.tensor(values, dtype=torch.float64).reshape(constant.shape)
+                if torch.equal(written.to(constant.dtype), constant):
+                    return written
         return constant
 
 
@@ -108,6 +111,14 @@ def _as_given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         rest = tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() else x, (args[1:], kwargs))
         args, kwargs = (args[0], *rest[0]), rest[1]
     return args, kwargs
+
+
+def _detached(x: Tensor) -> Tensor:
+    """A tensor detached in place, which a trace would go on knowing as what it was."""
+    made = x.detach()
+    trace_as(x, traced_as(made))
+    detach_as_traced(x)
+    return x
 
 
 def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, *rest: object, **named: object) -> bool:
@@ -157,97 +168,3 @@ def _assign(x: Tensor, value: Tensor) -> None:
         )
     with torch.no_grad():
         x.detach().copy_(value)
-
-
-def _cumulative(self: BatchNorm, x: Tensor) -> Tensor:
-    """`BatchNorm.forward` of momentum=None in training."""
-    self._check_input_dim(x)
-    count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
-    assert count is not None and mean is not None and var is not None
-    with torch.no_grad():
-        count.add_(1)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        share = count.to(mean.dtype).reciprocal()
-        mean.add_((x.mean(dims) - mean) * share)
-        var.add_((x.var(dims, correction=1) - var) * share)
-    return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-
-
-def _enter(self: torch.inference_mode) -> None:
-    """`inference_mode.__enter__`, which no graph has, as no_grad."""
-    self._inference_mode_context = torch.set_grad_enabled(not self.mode)
-
-
-def _leave(self: torch.inference_mode, *fault: object) -> None:
-    self._inference_mode_context.__exit__(*fault)
-
-
-def _no_gradients(*args: object, **kwargs: object) -> None:
-    raise RuntimeError(
-        "torch.autograd.grad is called in forward; a captured step has one backward, that of its loss: write the "
-        "derivative out in forward, or take this term's step outside of the plan"
-    )
-
-
-_TOLD = frozenset({"torch", "transformers"})
-_ASKED = ("is_compiling", "is_exporting", "is_dynamo_compiling")
-
-
-def _told(answer: Callable[[], bool]) -> Callable[[], bool]:
-    def asked() -> bool:
-        asking = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-        return answer() if asking in _TOLD else False
-
-    return asked
-
-
-@contextmanager
-def told_eager() -> Iterator[None]:
-    """Within it, code asks in vain whether it is compiled or exported, but for `_TOLD`."""
-    modules = (torch.compiler, sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.external_utils"))
-    saved = [(module, name, getattr(module, name)) for module in modules for name in _ASKED if hasattr(module, name)]
-    for module, name, answer in saved:
-        setattr(module, name, _told(answer))
-    try:
-        yield
-    finally:
-        for module, name, answer in saved:
-            setattr(module, name, answer)
-
-
-@contextmanager
-def followed_modules(followed: Followed) -> Iterator[None]:
-    """Within it, batch norms of momentum=None and functions of torch.jit are followed, and torch.distributions asserts
-    nothing of values.
-
-    Args:
-        followed: told of arrays that tensors are made of.
-    """
-    original, derived, from_numpy = BatchNorm.forward, torch.autograd.grad, torch.from_numpy
-    entered, left = torch.inference_mode.__enter__, torch.inference_mode.__exit__
-    distribution: Any = getattr(sys.modules.get("torch.distributions"), "Distribution", None)
-    validates = getattr(distribution, "_validate_args", False)
-
-    def own_memory(array: Any) -> Tensor:
-        followed.share(array)
-        return from_numpy(array.copy())
-
-    def forward(self: BatchNorm, input: Tensor) -> Tensor:
-        cumulative = self.momentum is None and self.training and self.track_running_stats
-        return _cumulative(self, input) if cumulative else original(self, input)
-
-    BatchNorm.forward = forward  # type: ignore[method-assign]
-    torch.autograd.grad = _no_gradients
-    torch.from_numpy = own_memory
-    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = _enter, _leave  # type: ignore[method-assign]
-    if distribution is not None:
-        distribution.set_default_validate_args(False)
-    try:
-        with told_eager(), scripts_by_op():
-            yield
-    finally:
-        if distribution is not None:
-            distribution.set_default_validate_args(validates)
-        torch.inference_mode.__enter__, torch.inference_mode.__exit__ = entered, left  # type: ignore[method-assign]
-        BatchNorm.forward = original  # type: ignore[method-assign]
-        torch.autograd.grad, torch.from_numpy = derived, from_numpy
