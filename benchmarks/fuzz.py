@@ -41,7 +41,7 @@ from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef, Plan
-from paraplan.jobs.checking.against_eager import AgainstEager
+from paraplan.jobs.checking.against_eager import ISLANDS, AgainstEager
 from paraplan.jobs.checking.check import Captured, max_error, relative
 from paraplan.jobs.checking.eager import ModelCall
 from paraplan.jobs.models import Made
@@ -270,6 +270,8 @@ def fuzz(name: str, ranks: int) -> Row:
             continue
         worst, equal = worst.widened(seen), equal + seen.equal
         failures += [f"{which}: {seen.fault()}"] if seen.fault() else []
+    if not of.eager_error() <= ISLANDS:
+        failures.append(f"the captured program against the user's model: {of.eager_error():.1e}")
     return {
         "plans": count,
         "worst_loss": worst.loss,

@@ -3,7 +3,8 @@
 A dispatch mode over the eager run. Every draw of a program is uniform numbers keyed by (seed of the segment, slot,
 global element index); the eager model's op at the same place gets those, and makes its distribution of them by
 inversion, with the parameters of its own call: a probability that was captured wrongly shows. Places are told by order
-of occurrence among the draws of as many rows and columns.
+of occurrence among the draws of as many rows and columns; where the program has a draw in another view of what the
+eager model draws, among those of as many elements.
 
 Every draw takes a number of torch's generator as its ticket, by which an op that runs again in a backward finds its
 place: checkpointing restores the generator. Where places cannot be matched, all draws of as many rows and columns have
@@ -28,7 +29,7 @@ from paraplan.kernels.random_kernels import dropout, uniform
 from paraplan.kernels.torch_private import OpOverload, TorchDispatchMode, in_backward
 
 SHARED_SEED = 20
-Places = dict[tuple[int, int], deque["RandomOp"]]
+Places = dict[tuple[int, ...], deque["RandomOp"]]
 Found = dict[str, Any]
 
 
@@ -122,19 +123,23 @@ class Replay(TorchDispatchMode):
     Args:
         program: whose draws.
         seeds: a step's; None for numbers that all draws of one shape share.
+        by_size: whether places are told among draws of as many elements.
 
     Attributes:
         count: draws that were replaced.
         unmatched: why the eager model's draws are not the program's; empty where each had its place.
     """
 
-    def __init__(self, program: Program, seeds: Sequence[int] | None) -> None:
+    def __init__(self, program: Program, seeds: Sequence[int] | None, by_size: bool = False) -> None:
         super().__init__()
-        self.count, self.unmatched, self._seeds = 0, "", seeds
+        self.count, self.unmatched, self._seeds, self._by_size = 0, "", seeds, by_size
         self._places: Places = {}
         self._tickets: dict[int, RandomOp] = {}
         for draw in draws_of(program):
-            self._places.setdefault((draw.rows, draw.columns), deque()).append(draw)
+            self._places.setdefault(self._place(draw.rows, draw.columns), deque()).append(draw)
+
+    def _place(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (rows * columns,) if self._by_size else (rows, columns)
 
     def finish(self) -> None:
         """To be called after the forward: every draw of the program must have been made."""
@@ -167,18 +172,18 @@ class Replay(TorchDispatchMode):
     def _numbers(self, ticket: int, out: Tensor, is_mask: bool) -> Numbers | None:
         rows, columns = rows_and_columns(out.shape)
         if self._seeds is None:
-            return Numbers(SHARED_SEED, 0, is_mask, out)
+            return Numbers(SHARED_SEED, 0, is_mask, out, (rows, columns))
         draw = self._tickets.get(ticket) if in_backward() else self._next(rows, columns, is_mask)
         if draw is None:
             again = "an op that runs again in the backward draws" if in_backward() else "the eager model draws"
             self.unmatched = self.unmatched or f"{again} {rows} x {columns} numbers that the program does not"
             return None
         self._tickets[ticket] = draw
-        return Numbers(self._seeds[draw.seed], draw.slot, draw.is_mask and is_mask, out)
+        return Numbers(self._seeds[draw.seed], draw.slot, draw.is_mask and is_mask, out, (draw.rows, draw.columns))
 
     def _next(self, rows: int, columns: int, is_mask: bool) -> RandomOp | None:
         """The program's next draw of a shape: a mask for a mask; numbers may be one too (⌊p + rand⌋)."""
-        waiting = self._places.get((rows, columns), deque())
+        waiting = self._places.get(self._place(rows, columns), deque())
         fitting = [draw for draw in waiting if draw.is_mask == is_mask] or ([] if is_mask else list(waiting))
         if not fitting:
             return None
@@ -193,16 +198,17 @@ class Numbers:
         seed, slot: of the program's op.
         is_mask: whether the program makes a mask of them as dropout does.
         out: what is drawn: shape, dtype and device.
+        shape: rows and columns of the program's draw.
     """
 
-    def __init__(self, seed: int, slot: int, is_mask: bool, out: Tensor) -> None:
-        self._seed, self._slot, self._is_mask, self.out = seed, slot, is_mask, out
-        self._at = (torch.tensor(seed, device=out.device), slot, rows_and_columns(out.shape), (0, 0))
+    def __init__(self, seed: int, slot: int, is_mask: bool, out: Tensor, shape: tuple[int, int]) -> None:
+        self._is_mask, self.out, self._shape = is_mask, out, shape
+        self._at = (torch.tensor(seed, device=out.device), slot, shape, (0, 0))
 
     def unit(self) -> Tensor:
         """Uniform in (0, 1), as the program has them."""
         dtype = torch.float64 if self.out.dtype == torch.float64 else torch.float32
-        like = torch.empty(rows_and_columns(self.out.shape), dtype=dtype, device=self.out.device)
+        like = torch.empty(self._shape, dtype=dtype, device=self.out.device)
         return uniform(like, *self._at).view(self.out.shape)
 
     def below(self, p: float | Tensor) -> Tensor:
@@ -212,7 +218,7 @@ class Numbers:
         if p in (0.0, 1.0):
             return torch.full_like(self.out, p)
         seed, *rest = self._at
-        ones = torch.ones(rows_and_columns(self.out.shape), dtype=torch.float64, device=self.out.device)
+        ones = torch.ones(self._shape, dtype=torch.float64, device=self.out.device)
         return (dropout(ones, seed, 1.0 - p, *rest) > 0).to(self.out.dtype).view(self.out.shape)
 
 

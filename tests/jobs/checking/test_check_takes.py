@@ -71,6 +71,18 @@ class Attending(Base):
         return self.layer(h.view(2, 4, 16)).reshape(8, 16)  # type: ignore[no-any-return]
 
 
+class InAnotherView(Base):
+    """A dropout of heads put together, which the program has before that, beside draws of the same shape."""
+
+    def setup(self) -> None:
+        self.heads, self.joined = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def middle(self, h: Tensor) -> Tensor:
+        q = self.heads(F.dropout(h, 0.1)).view(2, 4, 2, 8).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(2, 4, 16)
+        return F.dropout(self.joined(F.dropout(mixed, 0.2)), 0.1).reshape(8, 16)
+
+
 class Unread(Base):
     """A draw that nothing reads: places cannot be matched."""
 
@@ -128,7 +140,10 @@ class Returning(Base):
         return Out(logits, F.cross_entropy(logits, y))
 
 
-@pytest.mark.parametrize(("made", "precision"), [(Checkpointed, "fp64"), (Drawn, "fp64"), (Attending, "fp32")])
+@pytest.mark.parametrize(
+    ("made", "precision"),
+    [(Checkpointed, "fp64"), (Drawn, "fp64"), (InAnotherView, "fp64"), (Attending, "fp32")],
+)
 def test_random_numbers_are_replayed(made: type[Base], precision: str) -> None:
     dtype = torch.float64 if precision == "fp64" else torch.float32
     errors = check(made(), lambda step: batch(step, dtype), precision=precision)
