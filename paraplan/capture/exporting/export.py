@@ -22,6 +22,7 @@ from paraplan.capture.exporting.hf import eager_masks
 from paraplan.capture.exporting.switched import Switches
 from paraplan.capture.exporting.user_functions import NoOutsideGradients, no_outside_numbers, recorded_functions
 from paraplan.capture.following.followed import Followed
+from paraplan.capture.following.known_values import KnownValues
 from paraplan.capture.following.patched import followed_modules
 from paraplan.capture.following.refusals import refusals_noted
 from paraplan.capture.precision import default_dtype
@@ -143,7 +144,7 @@ class _WithLoss(nn.Module):
         self._aliases.begin(self.model)
         with self._outside, self._answers, self._followed, self._switches, self._aliases, looping(self._loops):
             self._repeated.begin(_WithLoss.forward.__code__)
-            with self._repeated:
+            with self._repeated, KnownValues():
                 yield
         self._switches.end()
 

@@ -13,12 +13,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._C import (
+    DisableTorchFunction,
+    DispatchKey,
+    DispatchKeySet,
+    _DisableTorchDispatch,
+    _ExcludeDispatchKeyGuard,
+)
 from torch._C._functorch import is_gradtrackingtensor
 from torch.fx import Tracer
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["data_errors_noted", "detach_as_traced", "in_gradient_transform", "modules_left"]
+__all__ = ["data_errors_noted", "detach_as_traced", "in_gradient_transform", "modules_left", "unseen"]
 
 _PRE_DISPATCH = DispatchKeySet(DispatchKey.PreDispatch)
 _SYMBOLS = re.compile(r"[\\/]torch[\\/](__init__|fx[\\/]experimental[\\/](symbolic_shapes|sym_node|recording))\.py$")
@@ -75,3 +81,10 @@ def detach_as_traced(tensor: Tensor) -> None:
     """`tensor.detach_()` past a trace, which goes on knowing the tensor as it does."""
     with _ExcludeDispatchKeyGuard(_PRE_DISPATCH), DisableTorchFunction():
         tensor.detach_()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Under it, calls are of no trace and no mode: tensors that are made have data."""
+    with _ExcludeDispatchKeyGuard(_PRE_DISPATCH), DisableTorchFunction(), _DisableTorchDispatch():
+        yield
