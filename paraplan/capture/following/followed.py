@@ -1,8 +1,8 @@
 """What export would not follow as it is written, done in a way it does: calls of torch.
 
 `x.data` is no op: it becomes `x.detach()`, and an assignment to it a copy into that. Numbers that forward writes out
-(`torch.tensor(0.1)`) are kept as they were written, for fp64. An einsum that only turns a tensor's dims is a
-permutation of them, for it is a view. What gives back the very tensor it was given (a dropout
+(`torch.tensor(0.1)`) are kept as they were written, for fp64. Some functions are rewritten
+(`rewritten`). What gives back the very tensor it was given (a dropout
 of nothing, too) is no op either, nor is what torch refuses, where forward catches the error and goes on; where only a
 trace refuses it, forward goes on as eager would not, and capture ends with that error.
 What is written under no_grad has no gradient, also to a part of a tensor; what was detached in place is known as
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.following.refusals import note
+from paraplan.capture.following.rewritten import REWRITTEN
 from paraplan.capture.following.torch_private import detach_as_traced
 from paraplan.capture.source_lines import depends_on_data, is_of_trace
 from paraplan.capture.torch_private import drop_refused, is_own, trace_as, traced_as
@@ -55,8 +56,8 @@ class Followed(TorchFunctionMode):
             return _detached(args[0])
         if func in _DROPOUTS and _drops_nothing(*args, **kwargs):
             return args[0] if args else kwargs["input"]
-        if func is torch.einsum and (turned := _turned(*args)) is not None:
-            return turned
+        if func in REWRITTEN and (written := REWRITTEN[func](*args, **kwargs)) is not None:
+            return written
         try:
             made = _as_itself(func, args, kwargs)
         except Exception as fault:
@@ -124,18 +125,6 @@ def _detached(x: Tensor) -> Tensor:
 def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, *rest: object, **named: object) -> bool:
     """Whether a dropout gives back its very argument, which a later write in place shows; a trace would copy it."""
     return (p == 0 or not named.get("train", training)) and 0 <= p <= 1
-
-
-def _turned(equation: object, *operands: Any) -> Tensor | None:
-    """What an einsum of one tensor gives that only turns its dims: a view, which a trace would take for a new tensor;
-    None of any other."""
-    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
-    if not isinstance(equation, str) or len(given) != 1 or not isinstance(given[0], Tensor):
-        return None
-    dims, _, order = equation.replace(" ", "").partition("->")
-    if sorted(dims) != sorted(order) or not dims.isalpha() or len({*dims}) != len(dims) or len(dims) != given[0].dim():
-        return None
-    return given[0].permute([dims.index(dim) for dim in order])
 
 
 def _as_itself(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

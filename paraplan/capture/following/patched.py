@@ -8,6 +8,7 @@ statistics move by 1 / counter, a tensor. A function of `torch.jit` runs op by o
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +77,27 @@ def _told(answer: Callable[[], bool]) -> Callable[[], bool]:
 
 
 @contextmanager
+def _formatted() -> Iterator[None]:
+    """Within it, a number that only data say is put into text as no number: what forward logs is no part of a step."""
+    kinds = {torch.SymFloat: math.nan, torch.SymInt: 0}
+    saved = [(kind, kind.__dict__.get("__format__")) for kind in kinds]
+
+    def formatting(number: float) -> Callable[[object, str], str]:
+        return lambda self, spec: format(number, spec) if spec else str(self)
+
+    for kind, number in kinds.items():
+        kind.__format__ = formatting(number)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, original in saved:
+            if original is None:
+                del kind.__format__
+            else:
+                kind.__format__ = original
+
+
+@contextmanager
 def told_eager() -> Iterator[None]:
     """Within it, code asks in vain whether it is compiled or exported, but for `_TOLD`."""
     modules = (torch.compiler, sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.external_utils"))
@@ -120,7 +142,7 @@ def followed_modules(followed: Followed) -> Iterator[None]:
     if distribution is not None:
         distribution.set_default_validate_args(False)
     try:
-        with told_eager(), scripts_by_op(), modules_left():
+        with told_eager(), scripts_by_op(), modules_left(), _formatted():
             yield
     finally:
         for module, name, seed in seeds:
