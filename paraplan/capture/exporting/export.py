@@ -184,7 +184,7 @@ def export_loss(
     """
     loss_fn, precision = asked.loss_fn, asked.precision
     reading = reading or Reading(model, loss_fn)
-    returned, followed = _Returned(), Followed()
+    returned, followed = _Returned(), Followed(reading.recorder.around.cached)
     choose = _chooser(returned, asked.choice, asked.keep_outputs)
     loops = Loops(asked.apart if asked.rolled else None)
     wrapped = _WithLoss(model, tuple(batch), asked, choose, reading, followed, loops)
