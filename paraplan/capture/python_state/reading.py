@@ -186,7 +186,7 @@ class Reading:
         return Changed(owner, each.name, each.item, each.was, now, where, constant, each.line)
 
 
-class _Namespace:
+class _Globals:
     """A module's globals as attributes."""
 
     def __init__(self, names: dict[str, object]) -> None:
@@ -194,10 +194,8 @@ class _Namespace:
 
 
 def _as_changed(each: Change, constant: bool) -> Changed:
-    owner, name, where = each.place
-    return Changed(
-        _Namespace(owner) if isinstance(owner, dict) else owner, name, (), each.was, each.now, where, constant
-    )
+    owner, name, where = each.binding
+    return Changed(_Globals(owner) if isinstance(owner, dict) else owner, name, (), each.was, each.now, where, constant)
 
 
 @contextmanager

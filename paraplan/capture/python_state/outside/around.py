@@ -26,8 +26,8 @@ class Around:
     """
 
     def __init__(self, model: nn.Module, loss_fn: object) -> None:
-        self._reached = Reached([model]), Reached([] if loss_fn is None else [loss_fn])
-        self._model, self._loss_fn = model, loss_fn
+        self._reached: tuple[Reached, ...] = Reached([model]), Reached([] if loss_fn is None else [loss_fn])
+        self._model, self._loss_fn, self._code = model, loss_fn, self._reached
         self._told: Snapshot | None = None
         self._changed: dict[tuple[int, tuple[Any, ...]], object] = {}
         self._differ: list[Change] = []
@@ -45,9 +45,10 @@ class Around:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """After it, all is as it was before."""
-        self._told = Snapshot([*self._reached, *_of_objects(self._model)])
+        self._code = (*self._reached, *_of_objects(self._model))
+        self._told = Snapshot(self._code)
         private = Snapshot([], [] if self._loss_fn is None else [self._loss_fn])
-        with caches_restored([each for reached in self._reached for each in reached.caches]):
+        with caches_restored([each for reached in self._code for each in reached.caches]):
             try:
                 yield
             finally:
@@ -57,7 +58,7 @@ class Around:
     def cached(self) -> Iterator[Tensor]:
         """Tensors that this forward has left in caches: of functools.lru_cache, of a class, a global, a closure."""
         yield from () if self._told is None else self._told.tensors()
-        for reached in self._reached:
+        for reached in self._code:
             for each in reached.caches:
                 if each.cache_info().currsize:
                     held = gc.get_referents(each)

@@ -22,7 +22,8 @@ import numpy
 from torch import Tensor, nn
 
 from paraplan.capture.python_state.code import Reached, caches_restored, is_library, names_in
-from paraplan.capture.python_state.outside.spaces import Space, put, same, words
+from paraplan.capture.python_state.outside.namespaces import Namespace, put, same, words
+from paraplan.capture.python_state.setting_paths import outside_value
 from paraplan.capture.python_state.values import is_opaque
 
 _DEEPEST, _MOST_ITEMS, _MOST = 4, 1000, 20_000
@@ -30,8 +31,8 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _TORCHS = frozenset({*vars(nn.Module())} - {*_REGISTRIES, "training"})
 
 
-class Place(NamedTuple):
-    """A name in a space.
+class Binding(NamedTuple):
+    """A name in a namespace.
 
     Attributes:
         owner: a class, function, object, closure's cell, or a module's namespace.
@@ -48,12 +49,12 @@ class Change(NamedTuple):
     """A name, or a container under one, that differs from the snapshot.
 
     Attributes:
-        place: the name.
+        binding: the name.
         was, now: the value, or the container's contents; of a mapping that only grew, nothing and what is new.
         held: the value or container itself.
     """
 
-    place: Place
+    binding: Binding
     was: object
     now: object
     held: object
@@ -62,7 +63,7 @@ class Change(NamedTuple):
 class _Contents(NamedTuple):
     held: Any
     before: Any
-    place: Place
+    binding: Binding
 
 
 class Snapshot:
@@ -74,92 +75,92 @@ class Snapshot:
     """
 
     def __init__(self, reached: Sequence[Reached], roots: Iterable[object] = ()) -> None:
-        self._spaces: dict[int, Space] = {}
+        self._namespaces: dict[int, Namespace] = {}
         self._contents: dict[int, _Contents] = {}
         self._met: dict[int, object] = {}
         self._mentioned = frozenset().union(*(each.mentioned for each in reached))
+        functions = [function for each in reached for function in each.functions.values()]
+        for function in functions:
+            module = function.__globals__.get("__name__", "")
+            self._enter_some(Namespace(function.__globals__, f"module {module}", _NONE), names_in(function.__code__))
+        for function in functions:
+            self._enter_function(function)
         for each in reached:
-            for function in each.functions.values():
-                self._globals(function)
-            for function in each.functions.values():
-                self._function(function)
-            for cls in each.classes:
-                self._space(Space(cls, f"class {cls.__qualname__}"))
+            for value in (*each.classes, *each.objects.values(), *map(outside_value, each.outside.values())):
+                self._walk(value, _unnamed(type(value).__name__), 0)
         for root in roots:
-            self._walk(root, Place(None, "", type(root).__name__), 0)
+            self._walk(root, _unnamed(type(root).__name__), 0)
 
-    def _globals(self, function: Any) -> None:
-        space = Space(function.__globals__, f"module {function.__globals__.get('__name__', '')}", frozenset())
-        self._add_names(space, names_in(function.__code__))
+    def _enter(self, namespace: Namespace, depth: int = 0) -> None:
+        if id(namespace.owner) not in self._namespaces and len(self._namespaces) < _MOST:
+            self._namespaces[id(namespace.owner)] = namespace
+            self._walk_names(namespace, namespace.before, depth)
 
-    def _add_names(self, space: Space, names: frozenset[str]) -> None:
+    def _enter_some(self, namespace: Namespace, names: frozenset[str]) -> None:
         """Looks at more names of a namespace that is looked at in parts."""
-        kept = self._spaces.setdefault(id(space.owner), space)
-        fresh = names - kept.names if kept.names is not None else frozenset()
+        known = self._namespaces.setdefault(id(namespace.owner), namespace)
+        fresh = names - known.names if known.names is not None else _NONE
         if fresh:
-            kept.add(fresh)
-            self._values(kept, fresh, 0)
+            known.add(fresh)
+            self._walk_names(known, fresh, 0)
 
-    def _function(self, function: Any) -> None:
-        self._space(Space(function, f"function {function.__qualname__}"))
+    def _enter_function(self, function: Any, depth: int = 0) -> None:
+        self._enter(Namespace(function, f"function {function.__qualname__}"), depth)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._space(Space(cell, f"variable {name} around {function.__qualname__}"))
+            self._enter(Namespace(cell, f"variable {name} around {function.__qualname__}"), depth)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._walk(value, Place(None, "", f"a default argument of {function.__qualname__}"), 0)
+            self._walk(value, _unnamed(f"a default argument of {function.__qualname__}"), depth)
 
-    def _space(self, space: Space, depth: int = 0) -> None:
-        if id(space.owner) not in self._spaces and len(self._spaces) < _MOST:
-            self._spaces[id(space.owner)] = space
-            self._values(space, frozenset(space.before), depth)
+    def _walk_names(self, namespace: Namespace, names: Iterable[str], depth: int) -> None:
+        for name in sorted(names, key=str):
+            if name in namespace.before:
+                self._walk(namespace.before[name], Binding(namespace.owner, name, words(namespace, name)), depth)
 
-    def _values(self, space: Space, names: frozenset[str], depth: int) -> None:
-        for name in sorted(names):
-            if name in space.before:
-                self._walk(space.before[name], Place(space.owner, name, words(space, name)), depth)
-
-    def _walk(self, value: Any, place: Place, depth: int) -> None:
+    def _walk(self, value: Any, binding: Binding, depth: int) -> None:
         if isinstance(value, _LEAVES) or id(value) in self._met or depth > _DEEPEST or len(self._met) > _MOST:
             return
         self._met[id(value)] = value
         if copied := _COPIES.get(_kind(value)):
-            self._contents[id(value)] = _Contents(value, copied(value), place)
+            self._contents[id(value)] = _Contents(value, copied(value), binding)
             if not isinstance(value, _ARRAYS) and len(value) <= _MOST_ITEMS:
                 for item in list(value.values() if isinstance(value, dict) else value):
-                    self._walk(item, place, depth + 1)
+                    self._walk(item, binding, depth + 1)
         elif isinstance(value, tuple):
             for item in value:
-                self._walk(item, place, depth + 1)
+                self._walk(item, binding, depth + 1)
         elif isinstance(value, functools.partial):
-            self._walk((value.func, *value.args, *value.keywords.values()), place, depth)
+            self._walk((value.func, *value.args, *value.keywords.values()), binding, depth)
         elif isinstance(value, types.MethodType):
-            self._walk(value.__self__, place, depth)
+            self._walk(value.__self__, binding, depth)
         else:
             self._walk_object(value, depth)
 
     def _walk_object(self, value: Any, depth: int) -> None:
         if isinstance(value, nn.Module):
             for module in value.modules():
-                self._space(Space(module, type(module).__name__, without=_TORCHS), depth)
-        elif isinstance(value, (types.FunctionType, types.ModuleType)):
+                self._enter(Namespace(module, type(module).__name__, without=_TORCHS), depth)
+        elif isinstance(value, (type, types.FunctionType, types.ModuleType)):
             if is_library(value):
                 return
             if isinstance(value, types.ModuleType):
-                self._add_names(Space(vars(value), f"module {value.__name__}", frozenset()), self._mentioned)
+                self._enter_some(Namespace(vars(value), f"module {value.__name__}", _NONE), self._mentioned)
+            elif isinstance(value, type):
+                self._enter(Namespace(value, f"class {value.__qualname__}"), depth + 1)
             else:
-                self._space(Space(value, f"function {value.__qualname__}"), depth + 1)
+                self._enter_function(value, depth + 1)
         elif is_opaque(value) or isinstance(value, (threading.local, types.SimpleNamespace)):
-            self._space(Space(value, type(value).__qualname__), depth + 1)
+            self._enter(Namespace(value, type(value).__qualname__), depth + 1)
 
     def changes(self) -> list[Change]:
-        """What differs just now."""
+        """What differs just now, registries of modules aside."""
         found = []
-        for space in self._spaces.values():
-            for name, was, now in space.differences():
+        for namespace in self._namespaces.values():
+            for name, was, now in namespace.differences():
                 if not same(was, now):
-                    found.append(Change(Place(space.owner, name, words(space, name)), was, now, now))
-        for held, before, place in self._contents.values():
-            if _differs(held, before):
-                found.append(Change(place, *_grown(before, _COPIES[_kind(held)](held)), held))
+                    found.append(Change(Binding(namespace.owner, name, words(namespace, name)), was, now, now))
+        for held, before, binding in self._contents.values():
+            if binding.name not in _REGISTRIES and _differs(held, before):
+                found.append(Change(binding, *_grown(before, _COPIES[_kind(held)](held)), held))
         return found
 
     def tensors(self) -> Iterator[Tensor]:
@@ -172,9 +173,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Puts everything back: the objects themselves, and what was in containers into these."""
-        for space in self._spaces.values():
-            for name, was, _ in space.differences():
-                put(space.owner, name, was)
+        for namespace in self._namespaces.values():
+            for name, was, _ in namespace.differences():
+                put(namespace.owner, name, was)
         for held, before, _ in self._contents.values():
             if _differs(held, before):
                 _refill(held, before)
@@ -193,7 +194,8 @@ def outside_kept(root: object) -> Iterator[None]:
             snapshot.restore()
 
 
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), Tensor, type)
+_NONE: frozenset[str] = frozenset()
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), Tensor)
 _ARRAYS = (bytearray, array.array, numpy.ndarray)
 _COPIES: dict[type, Callable[[Any], Any]] = {
     dict: dict,
@@ -204,6 +206,10 @@ _COPIES: dict[type, Callable[[Any], Any]] = {
     array.array: bytes,
     numpy.ndarray: numpy.ndarray.copy,
 }
+
+
+def _unnamed(where: str) -> Binding:
+    return Binding(None, "", where)
 
 
 def _kind(value: object) -> type | None:

@@ -13,7 +13,7 @@ from paraplan.capture.python_state.values import ABSENT, is_plain
 _CELL = "cell_contents"
 
 
-class Space:
+class Namespace:
     """The names of one owner, and what they held when they were first looked at.
 
     Args:
@@ -75,7 +75,7 @@ def put(owner: Any, name: str, value: object) -> None:
     """Has an owner hold a value under a name.
 
     Args:
-        owner, name: as in a `Space`.
+        owner, name: as in a `Namespace`.
         value: `ABSENT` for nothing.
     """
     held = None if isinstance(owner, type) or is_slot(type(owner), name) else _dict_of(owner)
@@ -98,8 +98,8 @@ def _dict_of(owner: Any) -> dict[str, object] | None:
     return found if isinstance(found, dict) else None
 
 
-def _is_pythons(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
+def _is_pythons(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("__") and name.endswith("__")
 
 
 def same(was: object, now: object) -> bool:
@@ -109,10 +109,10 @@ def same(was: object, now: object) -> bool:
     return is_plain(was) and is_plain(now) and type(was) is type(now) and was == now
 
 
-def words(space: Space, name: str) -> str:
-    """What messages call a name of a space."""
+def words(namespace: Namespace, name: str) -> str:
+    """What messages call a name of a namespace."""
     if name == _CELL:
-        return space.where
-    if isinstance(space.owner, dict):
-        return f"global {name} of {space.where}"
-    return f"{name} of {space.where}"
+        return namespace.where
+    if isinstance(namespace.owner, dict):
+        return f"global {name} of {namespace.where}"
+    return f"{name} of {namespace.where}"
