@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import functools
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -283,6 +284,35 @@ def test_what_goes_from_step_to_step_is_refused_and_undone(read: Callable[[Any, 
     assert _state() == before and model.training and not model.count
 
 
+class Ema:
+    """A loss function that remembers a mean."""
+
+    def __init__(self) -> None:
+        self.mean = torch.ones((), dtype=torch.float64)
+
+    def __call__(self, out: Tensor, batch: Any) -> Tensor:
+        """Scaled by what it remembers."""
+        GRIDS["out"] = out
+        self.mean = self.mean * 0.5 + out.detach()
+        return out * self.mean
+
+
+class Stops(Ema):
+    """Fails in the middle of a trace."""
+
+    def __call__(self, out: Tensor, batch: Any) -> Tensor:
+        """Needs a number."""
+        return super().__call__(out, batch) * out.item()
+
+
+@pytest.mark.parametrize("loss_fn", [Ema(), Stops()])
+def test_a_loss_function_is_left_as_it_was_where_it_is_refused(loss_fn: Ema) -> None:
+    model, mean = Net(lambda m, x: 1.0), loss_fn.mean
+    with pytest.raises(CaptureError, match=r"forward changes|depends on tensor data"):
+        capture(model, _batch(), loss_fn=loss_fn)
+    assert loss_fn.mean is mean and not GRIDS
+
+
 def _eval_of_a_part(m: Any, x: Tensor) -> Tensor:
     return m.dropout.eval()(_grid(WIDTH))  # type: ignore[no-any-return]
 
@@ -300,6 +330,15 @@ def test_a_run_for_what_is_returned_leaves_no_fake_tensors() -> None:
     before = _state()
     returned_by(Net(_in_a_global_dict), _batch(), "fp32")
     assert _state() == before
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_generators_are_left_as_they_were(draw: Callable[[], float]) -> None:
+    model, before = Net(lambda m, x: draw()), (random.getstate(), str(numpy.random.get_state()))
+    with pytest.raises(CaptureError, match="forward draws from"):
+        capture(model, _batch())
+    returned_by(model, _batch(), "fp32")
+    assert (random.getstate(), str(numpy.random.get_state())) == before
 
 
 def _through_the_tensor(m: Any, x: Tensor) -> float:
