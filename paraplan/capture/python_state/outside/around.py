@@ -51,6 +51,9 @@ class Around:
         with caches_restored([each for reached in self._code for each in reached.caches]):
             try:
                 yield
+                self._changed = {
+                    key: outside_value(each) for key, each in self.outside.items() if _now(each) != self._before[key]
+                }
             finally:
                 private.restore()
                 self._told.restore()
@@ -65,11 +68,9 @@ class Around:
                     yield from tensors_in([*held, *(list(item.values()) for item in held if isinstance(item, dict))])
 
     def note_changes(self) -> list[Change]:
-        """What differs, to be called at the end of a forward."""
+        """What differs, to be called at the end of a forward; what the code names is compared when `kept` ends, where
+        functions have their own code again (`followed_loops`)."""
         self._differ = self._told.changes() if self._told is not None else []
-        self._changed = {
-            key: outside_value(each) for key, each in self.outside.items() if _now(each) != self._before[key]
-        }
         return self._differ
 
     def refuse(self, is_cache: Callable[[Change], bool]) -> None:
