@@ -26,6 +26,10 @@ _KNOWN = {
     "is mutated in the forward method": (
         "forward writes a tensor that no buffer holds: register_buffer it, and write it under that name"
     ),
+    "Couldn't swap": (
+        "forward makes a module and moves or casts it (.to, .double()): make it in __init__, or, where forward makes "
+        "it on its first run alone, run forward once on such a batch before"
+    ),
     "nested_tensor": "nested tensors are no tensors of one shape: pad them and pass a mask",
 }
 """Remedies by what torch says."""

@@ -186,9 +186,9 @@ def export_loss(
         CaptureError: the forward cannot be traced; names the user's line and the remedy.
     """
     loss_fn, precision = asked.loss_fn, asked.precision
-    reading, returned, followed = reading or Reading(model, loss_fn), _Returned(), Followed()
-    choose = _chooser(returned, asked.choice, asked.keep_outputs)
-    loops = Loops(asked.apart if asked.rolled else None)
+    reading, returned = reading or Reading(model, loss_fn), _Returned()
+    followed = Followed(reading.recorder.around.cached)
+    choose, loops = _chooser(returned, asked.choice, asked.keep_outputs), Loops(asked.apart if asked.rolled else None)
     wrapped = _WithLoss(model, tuple(batch), asked, choose, reading, followed, loops)
     wrapped.training = model.training  # its own alone: parts of a model may be in another mode
     narrow = default_dtype(torch.float32 if precision == "fp64" else torch.get_default_dtype())

@@ -17,12 +17,12 @@ their plain arguments are equal numbers, text and the like, or the same objects 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
@@ -329,18 +329,28 @@ def _refuse_entered(what: Any) -> None:
 
 
 @contextmanager
+def generators_kept() -> Iterator[None]:
+    """After it, the generators of Python and numpy are as they were."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+@contextmanager
 def no_outside_numbers() -> Iterator[None]:
     """Under it, forward draws nothing from the generators of Python and numpy.
 
     Raises:
         RuntimeError: it did.
     """
-    arrays: Any = sys.modules.get("numpy")
-    before = random.getstate(), None if arrays is None else str(arrays.random.get_state())
-    yield
-    drawn = "random" if random.getstate() != before[0] else ""
-    if arrays is not None and str(arrays.random.get_state()) != before[1]:
-        drawn = "numpy.random"
+    before = random.getstate(), str(numpy.random.get_state())
+    with generators_kept():
+        yield
+        drawn = "random" if random.getstate() != before[0] else ""
+        drawn = "numpy.random" if str(numpy.random.get_state()) != before[1] else drawn
     if drawn:
         raise Refused(
             f"the forward draws from {drawn}, whose numbers would be constants, the same in every step; draw with "

@@ -12,7 +12,7 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from paraplan.capture.following.refusals import note
 from paraplan.capture.following.rewritten import REWRITTEN
 from paraplan.capture.following.torch_private import detach_as_traced
+from paraplan.capture.python_state.outside.written import Written
 from paraplan.capture.source_lines import depends_on_data, is_of_trace
 from paraplan.capture.torch_private import drop_refused, is_own, trace_as, traced_as
 from paraplan.ir.errors import CaptureError
@@ -38,17 +39,20 @@ _ARRAYS: tuple[type, ...] = (numpy.ndarray,)
 
 
 class Followed(TorchFunctionMode):
-    """Within it, data is followed and written numbers are kept."""
+    """Within it, data is followed and written numbers are kept.
 
-    def __init__(self) -> None:
+    Args:
+        cached: as for `Written`.
+    """
+
+    def __init__(self, cached: Callable[[], Iterable[Tensor]] = tuple) -> None:
         super().__init__()
-        self.shared: list[tuple[Any, Any]] = []  # arrays in whose memory tensors lie, and what they held
+        self.written = Written(cached)
         self._numbers: list[tuple[torch.dtype, tuple[int, ...], list[float]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every other function as it is."""
-        if func is torch.as_tensor:
-            self.share(*args[:1], *(kwargs or {}).values())
+        data = args[0] if args else (kwargs or {}).get("data")
         args, kwargs = _as_given(func, args, kwargs or {})
         if getattr(func, "__self__", None) is _DATA:
             return args[0].detach() if func.__name__ == "__get__" else _assign(*args)
@@ -60,6 +64,9 @@ class Followed(TorchFunctionMode):
             return written
         try:
             made = _as_itself(func, args, kwargs)
+            if func is torch.as_tensor:
+                self.written.share(data, made)
+            self.written.check(args[0] if args and is_write(func) else kwargs.get("out"))
         except Exception as fault:
             if isinstance(fault, CaptureError) or depends_on_data(fault) or is_of_trace(fault):
                 note(fault)
@@ -69,10 +76,6 @@ class Followed(TorchFunctionMode):
             if leaves and len(leaves) == made.numel() and all(isinstance(x, (int, float)) for x in leaves):
                 self._numbers.append((made.dtype, tuple(made.shape), [float(x) for x in leaves]))
         return made
-
-    def share(self, *given: object) -> None:
-        """Tensors are made of arrays, in whose memory they lie."""
-        self.shared += [(each, each.copy()) for each in given if isinstance(each, numpy.ndarray)]
 
     def check(self, refused: Sequence[Exception]) -> None:
         """Say at the end what no graph shows.
@@ -85,11 +88,7 @@ class Followed(TorchFunctionMode):
         """
         if refused:
             raise refused[0]
-        if any(not numpy.array_equal(now, then, equal_nan=now.dtype.kind in "fc") for now, then in self.shared):
-            raise CaptureError(
-                "forward changes an array of numpy after it has made a tensor of its memory (from_numpy, as_tensor), "
-                "which no graph shows: make the tensor of a copy (torch.tensor)"
-            )
+        self.written.check_arrays()
 
     def exact(self, constant: Tensor) -> Tensor:
         """A constant of the trace in float64: as it was written, where forward wrote it out."""
@@ -107,11 +106,16 @@ def _as_given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     name = getattr(func, "__name__", "")
     if func in _WRITTEN or name in ("__getitem__", "__setitem__"):
         args, kwargs = tree_map_only(_ARRAYS, lambda array: array.copy(), (args, kwargs))
-    is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    if args and is_write and not torch.is_grad_enabled() and func is not Tensor.requires_grad_:
+    if args and is_write(func) and not torch.is_grad_enabled() and func is not Tensor.requires_grad_:
         rest = tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() else x, (args[1:], kwargs))
         args, kwargs = (args[0], *rest[0]), rest[1]
     return args, kwargs
+
+
+def is_write(func: Any) -> bool:
+    """Whether a function of torch writes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 def _detached(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from paraplan.capture.following.followed import is_write
 from paraplan.capture.following.torch_private import unseen
 from paraplan.kernels.torch_private import tree_leaves, tree_map_only
 
@@ -95,7 +96,7 @@ class KnownValues(TorchFunctionMode):
         is_small = all(x.numel() <= LARGEST for x in tree_leaves(made) if isinstance(x, Tensor))
         worked = self._worked(func, args, kwargs) if is_small else None
         if worked is not None:
-            written = self._known.get(id(args[0])) if args and _is_write(func) else None
+            written = self._known.get(id(args[0])) if args and is_write(func) else None
             if written is not None:
                 self._keep(args[0], written.value)
             self._keep(made, worked.made)
@@ -213,8 +214,3 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 def _shaped(x: Tensor) -> Tensor:
     """One of whose shape and dtype alone is asked."""
     return torch.empty((), dtype=x.dtype).expand(x.shape)
-
-
-def _is_write(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

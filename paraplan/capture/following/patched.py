@@ -125,8 +125,9 @@ def followed_modules(followed: Followed) -> Iterator[None]:
     validates = getattr(distribution, "_validate_args", False)
 
     def own_memory(array: Any) -> Tensor:
-        followed.share(array)
-        return from_numpy(array.copy())
+        made = from_numpy(array.copy())
+        followed.written.share(array, made)
+        return made
 
     def forward(self: BatchNorm, input: Tensor) -> Tensor:
         cumulative = self.momentum is None and self.training and self.track_running_stats

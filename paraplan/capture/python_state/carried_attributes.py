@@ -19,12 +19,14 @@ from torch import Tensor, fx
 from paraplan.capture.python_state.values import ABSENT, is_plain
 from paraplan.capture.source_lines import line_of_error
 from paraplan.ir.errors import CaptureError
-from paraplan.kernels.torch_private import OpOverload, tree_leaves
+from paraplan.kernels.torch_private import OpOverload, tree_leaves, tree_map_only
 
 _WAY_OUT = (
     "keep it as a buffer (register_buffer) that forward writes as a tensor, or have the training loop change it and "
     "declare it dynamic"
 )
+_MODE = "set it in the training loop, or put it back before forward ends"
+_SETTLED = "; or run forward once on such a batch before, which settles it"
 
 
 _DERIVED = frozenset({"_flat_weights", "_flat_weight_refs"})
@@ -41,6 +43,7 @@ class Changed(NamedTuple):
         where: what messages call it.
         constant: whether the tensors in `now` are computed from constants alone.
         line: where it was first read.
+        is_read: False where it is written before anything reads it.
     """
 
     owner: Any
@@ -51,6 +54,12 @@ class Changed(NamedTuple):
     where: str
     constant: bool
     line: str = ""
+    is_read: bool = True
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether a later step may compute with it."""
+        return self.is_read and not self.is_cache and self.name not in _DERIVED
 
     @property
     def is_cache(self) -> bool:
@@ -84,7 +93,7 @@ def refuse_carried(changes: Sequence[Changed], graph: str, again: Export) -> Non
     Raises:
         CaptureError: names attribute, line and way out.
     """
-    carried = {index: each for index, each in enumerate(changes) if not each.is_cache and each.name not in _DERIVED}
+    carried = {index: each for index, each in enumerate(changes) if each.is_carried}
     if not carried:
         return
     line, text = "", ""
@@ -98,9 +107,12 @@ def refuse_carried(changes: Sequence[Changed], graph: str, again: Export) -> Non
             at = line or first.line
             raise CaptureError(
                 f"{f'{at}: ' if at else ''}forward changes {first.where} ({_told(first)}) and computes with it, so "
-                f"every step would be captured with its first value; {_WAY_OUT}"
+                f"every step would be captured with its first value; "
+                f"{_MODE if first.name == 'training' else _WAY_OUT}"
+                f"{_SETTLED if _settles(changes, again) else ''}"
             ) from None
-    for each in carried.values():
+    modes = {each.was: each for each in carried.values() if each.name == "training"}
+    for each in (*modes.values(), *(each for each in carried.values() if each.name != "training")):
         warnings.warn(
             f"forward changes {each.where} ({_told(each)}); nothing in a step depends on that, and a captured step "
             "leaves it as it is",
@@ -110,18 +122,31 @@ def refuse_carried(changes: Sequence[Changed], graph: str, again: Export) -> Non
 
 def _is_steady(changes: Sequence[Changed], carried: Mapping[int, Changed], graph: str, again: Export) -> bool:
     """Whether a second forward changes nothing more and makes the same graph."""
-    if not all(is_plain(each.now) for each in changes):
+    if not all(is_plain(each.now) for each in carried.values()):
         return False
     try:
         text, more = again({index: each.now for index, each in carried.items()})
     except CaptureError:  # what goes wrong in a second forward is no proof
         return False
-    return text == graph and not more
+    return text == graph and not any(each.is_carried for each in more)
+
+
+def _settles(changes: Sequence[Changed], again: Export) -> bool:
+    """Whether a second forward changes nothing of what the first has left, tensors by their shapes."""
+    try:
+        more = again({index: _with_values(each.now) for index, each in enumerate(changes)})[1]
+    except CaptureError:
+        return False
+    return not any(each.is_read for each in more)
+
+
+def _with_values(value: object) -> object:
+    return tree_map_only(Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype), value)
 
 
 def _told(each: Changed) -> str:
     if is_plain(each.was) and is_plain(each.now) and not _is_container(each.was):
-        return f"{each.was!r} to {each.now!r}"
+        return f"{'absent' if each.was is ABSENT else repr(each.was)} to {each.now!r}"
     return "a tensor" if isinstance(each.now, Tensor) else f"a {type(each.now).__name__}"
 
 

@@ -186,7 +186,7 @@ class Reached:
                 file = Path(function.__code__.co_filename).name
                 key = str(SettingKey(SettingKind.GLOBAL, module_name(function.__globals__), name))
                 self._look(("global", f"of {file}"), key, function.__globals__, (name,), path)
-        for name in _names(function.__code__):
+        for name in names_in(function.__code__):
             self._mention(name)
 
     def _follow_defaults(self, function: Any) -> None:
@@ -278,8 +278,10 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(const)
 
 
-def _names(code: types.CodeType) -> set[str]:
-    return {name for each in _codes(code) for name in each.co_names}
+@SESSION.cached(4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Names of globals and attributes in code."""
+    return frozenset(name for each in _codes(code) for name in each.co_names)
 
 
 @SESSION.cached(4096)

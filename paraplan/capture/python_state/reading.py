@@ -15,11 +15,11 @@ from paraplan.capture.python_state.carried_attributes import Changed, is_constan
 from paraplan.capture.python_state.code import PLAIN_DEFAULTS, Outside, Reached
 from paraplan.capture.python_state.contents import content_digest, hooks_text
 from paraplan.capture.python_state.dynamic import Attribute, attributes_set
+from paraplan.capture.python_state.outside.snapshot import Change
 from paraplan.capture.python_state.reads import Read, Recorder, declared_of, settings_of
 from paraplan.capture.python_state.setting_keys import LOSS, LOSS_FN, SettingKey, SettingKind
 from paraplan.capture.python_state.setting_paths import outside_value, put_at, set_at, value_at
-from paraplan.capture.python_state.values import CONTAINERS, text_of
-from paraplan.ir.errors import CaptureError
+from paraplan.capture.python_state.values import ABSENT, CONTAINERS, text_of
 
 
 class Reads(NamedTuple):
@@ -96,6 +96,8 @@ class Reading:
         declared = declared_of(self.models, [each.path for each in attributes])
         self.recorder = Recorder(model, lambda each: originals.get(id(each)), loss_fn, declared)
         self._left: list[tuple[Any, object]] = []
+        self._written: list[tuple[Any, object]] = []
+        self._around: list[Change] = []
         self.changes: list[Changed] = []
 
     @contextmanager
@@ -140,10 +142,13 @@ class Reading:
                 self.recorder.active = False
 
     def left(self) -> list[Tensor]:
-        """The tensors in what forward changed after reading it."""
+        """The tensors in what forward changed: attributes after reading them, and what is around its code."""
         changed = self.recorder.changed()
         self._left = [(each, _kept(value_at(each.owner, each.name, each.item))) for each in changed]
-        return [x.detach() for _, now in self._left for x in tensors_in(now)]
+        self._written = [(each, _kept(value_at(each.owner, each.name))) for each in self.recorder.written]
+        self._around = self.recorder.around.note_changes()
+        left = [*(now for _, now in self._left), *(each.now for each in self._around)]
+        return [x.detach() for now in left for x in tensors_in(now)]
 
     def settle(self, graph: fx.Graph, names: Mapping[fx.Node, str], first: int) -> None:
         """Takes the results of `left` out of a graph's outputs, and adds what forward changed to `changes`.
@@ -153,26 +158,44 @@ class Reading:
             names: of its placeholders, as in `export.Exported`.
             first: number of the first of these results among the outputs.
         Raises:
-            CaptureError: forward changed a global.
+            CaptureError: forward changed a global or a variable around it, and that is no cache of constants.
         """
         output = graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
         at = first
-        for each, now in self._left:
-            nodes = results[at : at + len(tensors_in(now))]
+
+        def are_constant(value: object) -> bool:
+            nonlocal at
+            nodes = results[at : at + len(tensors_in(value))]
             at += len(nodes)
-            constant = all(not isinstance(node, fx.Node) or is_constant(node, names) for node in nodes)
-            copied_of = self.recorder.original(each.owner)
-            owner = each.owner if copied_of is None else copied_of
-            where = Read(owner, each.name, each.item, self.recorder.place_of(each), each.line).where
-            self.changes.append(Changed(owner, each.name, each.item, each.was, now, where, constant, each.line))
+            return all(not isinstance(node, fx.Node) or is_constant(node, names) for node in nodes)
+
+        self.changes += [self._changed(each, now, are_constant(now)) for each, now in self._left]
+        self.changes += [self._changed(each, now, False)._replace(is_read=False) for each, now in self._written]
+        around = [(each, _as_changed(each, are_constant(each.now))) for each in self._around]
         output.args = ((*results[:first], *results[at:]),)
-        outside = self.recorder.outside_changed()
-        if outside:
-            raise CaptureError(
-                f"forward changes {outside[0].where}, which a captured step would have as it was; keep what goes from "
-                "step to step in a buffer (register_buffer)"
-            )
+        told = {(id(each.owner), each.name) for each in self.changes}
+        self.changes += [each for _, each in around if (id(each.owner), each.name) not in told]
+        caches = {id(change) for change, each in around if each.is_cache}
+        self.recorder.around.refuse(lambda change: id(change) in caches)
+
+    def _changed(self, each: Any, now: object, constant: bool) -> Changed:
+        copied_of = self.recorder.original(each.owner)
+        owner = each.owner if copied_of is None else copied_of
+        where = Read(owner, each.name, each.item, self.recorder.place_of(each), each.line).where
+        return Changed(owner, each.name, each.item, each.was, now, where, constant, each.line)
+
+
+class _Globals:
+    """A module's globals as attributes."""
+
+    def __init__(self, names: dict[str, object]) -> None:
+        self.__dict__ = names
+
+
+def _as_changed(each: Change, constant: bool) -> Changed:
+    owner, name, where = each.binding
+    return Changed(_Globals(owner) if isinstance(owner, dict) else owner, name, (), each.was, each.now, where, constant)
 
 
 @contextmanager
@@ -195,8 +218,10 @@ def values_set(memo: Mapping[int, Any], changes: Sequence[Changed], values: Mapp
             put_at(owner, each.name, each.item, value)
         yield
     finally:
-        for place in undo:
-            set_at(*place)
+        for owner, name, item, value in undo:
+            if value is ABSENT and not item:
+                delattr(owner, name)
+            set_at(owner, name, item, value)
 
 
 def _kept(value: object) -> object:

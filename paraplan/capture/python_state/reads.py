@@ -23,8 +23,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from paraplan.capture.python_state.aliases import names_of
-from paraplan.capture.python_state.code import Outside, Reached, caches_restored, is_library, is_users, read_next
+from paraplan.capture.python_state.carried_attributes import tensors_in
+from paraplan.capture.python_state.code import Outside, is_library, is_users, read_next
 from paraplan.capture.python_state.dynamic import find_owner
+from paraplan.capture.python_state.left_state import TORCHS, ModuleAttributes, is_cached_property
+from paraplan.capture.python_state.outside.around import Around
 from paraplan.capture.python_state.setting_paths import (
     is_slot,
     outside_value,
@@ -47,8 +50,6 @@ from paraplan.capture.python_state.values import (
 )
 from paraplan.kernels.torch_private import is_fake
 
-_OWN = frozenset({*vars(nn.Module()), *vars(nn.Module)})
-"""Attributes that are torch's: registries, hooks, the mode."""
 _OURS = "paraplan.ir."
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -90,6 +91,9 @@ class _Seen(NamedTuple):
     held: object = ABSENT
 
 
+_UNSEEN = _Seen(None, "", (), None, None, "")
+
+
 class Recorder:
     """The reads of one export.
 
@@ -110,17 +114,17 @@ class Recorder:
         self.model, self.original, self.declared, self.loss_fn = model, original, declared, loss_fn
         self._shared: set[int] = set()
         self.active = False
-        self.reached = Reached([model])
-        self.loss_reached = Reached([loss_fn] if loss_fn is not None else [])
+        self.around = Around(model, loss_fn)
         self._seen: dict[tuple[int, str, tuple[Any, ...]], _Seen | None] = {}
         self._names = names_of(model)
         self.links: dict[tuple[int, str], Any] = {}
         self._places: dict[int, tuple[str, str]] = {id(m): (name, "") for name, m in reversed(list(_named(model)))}
         self._changed: list[_Seen] = []
+        self._past: set[tuple[int, str]] = set()
+        self.written: list[_Seen] = []
         self._undo: list[Callable[[], None]] = []
         self._watched: set[type] = set()
-        self._outside = {**self.reached.outside, **self.loss_reached.outside}
-        self._outside_before = {key: self._now(each) for key, each in self._outside.items()}
+        self._modules = ModuleAttributes(model)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -128,11 +132,9 @@ class Recorder:
         try:
             self._watch(nn.Module)
             self._meet(self.loss_fn, None)
-            for each in self._outside.values():
-                self._meet(outside_value(each), None)
-            for found in (*self.reached.objects.values(), *self.loss_reached.objects.values()):
+            for found in self.around.met():
                 self._meet(found, None)
-            with caches_restored([*self.reached.caches, *self.loss_reached.caches]):
+            with self.around.kept():
                 yield
         finally:
             while self._undo:
@@ -149,7 +151,7 @@ class Recorder:
         def __getattribute__(self: Any, name: str) -> Any:
             if recorder.active and name == "__dict__":
                 recorder.note_all(self, sys._getframe(1))
-            if not recorder.active or name in _OWN or name.startswith("__"):
+            if not recorder.active or name in TORCHS or name.startswith("__"):
                 return read(self, name)
             try:
                 value = read(self, name)
@@ -189,6 +191,8 @@ class Recorder:
         held = getattr(owner, "__dict__", {})
         if name not in held and hasattr(static_of(type(owner), name), "__get__") and not is_slot(type(owner), name):
             return  # a method, or a property: what it reads is seen itself
+        if is_cached_property(owner, name) and name not in vars(self._live(owner)):
+            return  # computed just now
         if not is_data(value):
             self._meet(value, self._place(owner, name))
             self._seen[id(owner), name, ()] = None
@@ -211,7 +215,7 @@ class Recorder:
         if isinstance(owner, nn.Module) and not is_users(frame):
             return
         self.active = False
-        names = [name for name in owner.__dict__ if name not in _OWN]
+        names = [name for name in owner.__dict__ if name not in TORCHS]
         self.active = True
         for name in names:
             getattr(owner, name)
@@ -252,10 +256,6 @@ class Recorder:
             if not isinstance(value, nn.Module):
                 self._watch(type(value))
 
-    def _now(self, each: Outside) -> object:
-        value = outside_value(each)
-        return token(value) if is_data(value) else None
-
     def reads(self, names: Mapping[int, str]) -> list[Read]:
         """What was read before it was written, of objects that were there before the forward; `names` are those of the
         caller's parameters and buffers."""
@@ -263,7 +263,7 @@ class Recorder:
         return [
             Read(owner, each.name, each.item, self.place_of(each), each.line)
             for each in self._seen.values()
-            if each is not None and id(each) not in changed
+            if each is not None and id(each) not in changed and (id(each.owner), each.name) not in self._past
             for owner in (self._live(each.owner),)
             if owner is not None and not _has_fake(named(value_at(owner, each.name, each.item), names))
         ]
@@ -284,14 +284,30 @@ class Recorder:
     def changed(self) -> list[_Seen]:
         """Of the model, the loss and their objects, what this forward read and then changed; to be called at its end
         (export undoes it)."""
-        self._changed = [
+        past = list(self._changed_past())
+        self._past = keys = {(id(each.owner), each.name) for each in past}
+        self._changed = past + [
             each
             for each in self._seen.values()
             if each is not None
+            and (id(each.owner), each.name) not in keys
             and (self.original(each.owner) is not None or id(each.owner) in self._shared)
             and token(named(value_at(each.owner, each.name, each.item), self._names), tracing=True) != each.before
         ]
         return self._changed
+
+    def _changed_past(self) -> Iterator[_Seen]:
+        """Attributes of modules that are others than at the start and were written past `__setattr__`
+        (`self.__dict__[...]`), and the modes of modules; those written first are noted in `written`."""
+        self.written = []
+        for module, name, was, now in self._modules.differences():
+            if not is_cached_property(module, name) or tensors_in(now):
+                seen = self._seen.get((id(module), name, ()), _UNSEEN)
+                start = token(named(was, self._names), tracing=True)
+                if name == "training" or seen is _UNSEEN or (seen is not None and seen.before != start):
+                    yield _Seen(module, name, (), start, _shown(was), "", was)
+                elif seen is None:
+                    self.written.append(_Seen(module, name, (), start, _shown(was), "", was))
 
     def _restore(self) -> None:
         """What is no copy gets back what this forward replaced."""
@@ -300,13 +316,9 @@ class Recorder:
                 set_at(each.owner, each.name, each.item, each.held)
 
     def outside(self) -> list[Outside]:
-        """The data of globals and closures that the code names."""
-        values = [(each, outside_value(each)) for each in self._outside.values()]
+        """The data of globals and closures that the code names and this forward left as it was."""
+        values = [(each, outside_value(each)) for each in self.around.constant()]
         return [each for each, value in values if is_data(value) and not _has_fake(value)]
-
-    def outside_changed(self) -> list[Outside]:
-        """Those that differ after the forward."""
-        return [each for key, each in self._outside.items() if self._now(each) != self._outside_before[key]]
 
 
 def _has_fake(value: object) -> bool:

@@ -18,9 +18,10 @@ from paraplan.capture.explained import explain
 from paraplan.capture.exporting.fake import arguments, as_computed, fake_batch, fake_copy, name_inputs
 from paraplan.capture.exporting.hf import eager_masks
 from paraplan.capture.exporting.quiet import quiet_torch
+from paraplan.capture.exporting.user_functions import generators_kept
 from paraplan.capture.following.followed import Followed
 from paraplan.capture.following.patched import followed_modules
-from paraplan.capture.python_state.code import Reached, caches_restored
+from paraplan.capture.python_state.outside.snapshot import outside_kept
 from paraplan.ir.errors import ParaplanError
 from paraplan.kernels.torch_private import fake_mode
 
@@ -65,7 +66,7 @@ def returned_by(
     mode = fake_mode()
     copied, batch = fake_copy(model, precision, mode), fake_batch(tensors, precision, mode)
     try:
-        with mode, eager_masks(batch), followed_modules(Followed()), caches_restored(Reached([model]).caches):
+        with mode, eager_masks(batch), followed_modules(Followed()), outside_kept(model), generators_kept():
             args, kwargs = arguments(
                 copied, as_computed(batch, precision), others, not isinstance(example_inputs, dict)
             )

@@ -6,6 +6,7 @@ Modules and objects of the user's classes are not: their attributes are read one
 
 from __future__ import annotations
 
+import array
 import datetime
 import decimal
 import enum
@@ -49,6 +50,7 @@ PLAIN = (
     str,
     bytes,
     bytearray,
+    array.array,
     type(None),
     torch.dtype,
     enum.Enum,
@@ -76,6 +78,9 @@ class Absent:
 
     def __repr__(self) -> str:
         return "no such attribute"
+
+    def __copy__(self) -> Absent:
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
         return self
@@ -153,7 +158,7 @@ def token(value: object, tracing: bool = False) -> object:
     if isinstance(value, types.BuiltinMethodType):  # made anew whenever it is read
         return _Held(value.__self__), value.__name__
     if isinstance(value, PLAIN):
-        return type(value), bytes(value) if isinstance(value, bytearray) else value
+        return type(value), bytes(value) if isinstance(value, (bytearray, array.array)) else value
     if isinstance(value, types.SimpleNamespace):
         return type(value), token(vars(value), tracing)
     if isinstance(value, _GETTERS):
