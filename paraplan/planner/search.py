@@ -154,17 +154,23 @@ def _none_found(solved: SolvedMeshes) -> NoPlanError:
 
 
 def _alike_note(plan: Plan) -> tuple[str, ...]:
-    """That dividing the work does not pay, where every device does all of it."""
+    """That dividing the work does not pay, where every device does all of it, or every set of devices along an axis."""
     (stage, *more), devices = plan.stages, plan.cluster.num_devices
-    layouts = [*stage.batch.values(), *(text for p in stage.params.values() for text in (p.stored, p.grad, p.state))]
-    if devices == 1 or more or any(place != R for text in layouts for place in parse_layout(text)):
+    texts = [*stage.batch.values(), *(text for p in stage.params.values() for text in (p.stored, p.grad, p.state))]
+    layouts, shape = list(map(parse_layout, texts)), stage.mesh.shape
+    axes = [axis for axis, n in enumerate(shape) if n > 1 and all(layout[axis] == R for layout in layouts)]
+    if devices == 1 or more or not axes:
         return ()
     blocks = [block for program in programs_of(plan) for block in program.blocks.values()]
-    if any(instr.kind is InstrKind.COLLECTIVE for block in blocks for instr in block.instrs):
+    busy = {instr.axis for block in blocks for instr in block.instrs if instr.kind is InstrKind.COLLECTIVE}
+    sets = math.prod(shape[axis] for axis in axes if axis not in busy)
+    if sets == 1:
         return ()
+    each = f"{devices} devices" if sets == devices else f"{sets} sets of {devices // sets} devices"
+    one = "device" if sets == devices else "set"
     return (
-        f"each of the {devices} devices does all of the work, as one alone would: over these links whatever divides it "
-        "takes longer; use one device, or devices with faster links",
+        f"each of the {each} does all of the work, as one alone would: over these links whatever divides it takes "
+        f"longer; use one {one}, or devices with faster links",
     )
 
 

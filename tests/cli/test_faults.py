@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +88,7 @@ def test_plan_refuses(here: Path, command: Any, args: tuple[str, ...], words: tu
             lambda c: _in_group(c, in_node={"bytes_per_s": float("nan"), "latency_s": 0.0}),
             ("in_node.bytes_per_s", "nan"),
         ),
+        (lambda c: _in_device(c, boost_share=1e12), ("groups[0].device.boost_share is 1e+12", "at most 4")),
         (lambda c: _in_group(c, node=2), ("unknown field `node`", "did you mean nodes", "$.groups[0]")),
         (lambda c: _in_group(c, nodes=2), ("several nodes (groups[0])", "between_nodes", "bytes_per_s")),
         (lambda c: {"name": "x"}, ("missing required field `groups`",)),
@@ -110,6 +116,10 @@ def test_cluster_files_that_are_none(here: Path, command: Any, text: str, words:
 
 def _in_group(cluster: Any, **fields: Any) -> Any:
     return cluster | {"groups": [cluster["groups"][0] | fields]}
+
+
+def _in_device(cluster: Any, **fields: Any) -> Any:
+    return _in_group(cluster, device=cluster["groups"][0]["device"] | fields)
 
 
 def test_a_model_that_fits_nowhere(here: Path, command: Any) -> None:
@@ -157,6 +167,19 @@ def test_run_refuses_what_does_not_belong(plan_file: Path, command: Any, monkeyp
     finally:
         if dist.is_initialized():  # the job of one, which others are not to find joined
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.7])
+def test_an_interrupt_before_a_plan_says_so(here: Path, seconds: float) -> None:
+    args = [sys.executable, "-m", "paraplan", "plan", "zoo:net", "local:2", "-o", "x.json"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(Path(paraplan.__file__).parents[1])))}
+    with subprocess.Popen(args, stderr=subprocess.PIPE, text=True, env=env) as planning:
+        assert planning.stderr is not None and "loading" in planning.stderr.readline()
+        time.sleep(seconds)
+        planning.send_signal(signal.SIGINT)
+        said = planning.stderr.read()
+    assert planning.returncode == 130 and "interrupted before a plan was found" in said
+    assert "Traceback" not in said and not Path("x.json").exists()
 
 
 def test_debug_shows_the_traceback(here: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -10,8 +12,9 @@ from benchmarks.megatron_gpt import GPTSettings, MegatronGPT
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.machine.device import Link
 from paraplan.ir.optimizer import OPTIMIZERS
-from paraplan.ir.plan import ModelRef
+from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.fits import search_room
@@ -45,3 +48,21 @@ def test_slow_links(is_slow: bool) -> None:
         assert plan.prediction.step_s == pytest.approx(alone.prediction.step_s, rel=0.02)
     else:
         assert plan.prediction.step_s < 0.9 * alone.prediction.step_s
+
+
+def test_a_slow_link_between_nodes() -> None:
+    with torch.device("meta"):
+        model = MegatronGPT(GPTSettings(256, 2, 4, 1024, 512, tied=True, flash=True))
+        batch = {name: torch.zeros(16, 512, dtype=torch.int64) for name in ("input_ids", "labels")}
+    program = capture(model, batch, precision="bf16")
+
+    def planned(cluster: ClusterSpec, **pins: Any) -> Plan:
+        job = Job(program, cluster, OPTIMIZERS["adamw"], ModelRef(display="gpt"), {})
+        return search_room(job, Constraints(**pins), 20.0, certify=False).plan
+
+    link = Link(bytes_per_s=1e8, latency_s=1e-3, source="a slow network")
+    both = msgspec.structs.replace(parse_cluster("2xH100:2"), between_nodes=link)
+    plan, alone = planned(both, mesh=(2, 2)), planned(parse_cluster("2xH100"))
+    assert plan.prediction is not None and alone.prediction is not None
+    assert plan.prediction.step_s <= 1.02 * alone.prediction.step_s
+    assert any("each of the 2 sets of 2 devices does all of the work" in note for note in plan.notes)

@@ -20,6 +20,8 @@ KERNELS = ("", "apex", "transformer-engine")
 """Whose kernels norms and sums over rows run (`cost_models.ops.access_patterns.LIBRARIES`); "": torch's."""
 USUAL_CAPABILITY = 8
 """Ampere's: the least that torch's flash attention runs on."""
+MOST_CLOCK = 4.0
+"""A clock over the one that rates are quoted at, beyond which it is none of a board."""
 
 
 class Link(Value, frozen=True, kw_only=True):
@@ -141,8 +143,14 @@ def check_device(cluster: str, device: Device, at: str) -> None:
 
 def _check_clocks(cluster: str, device: Device, at: str) -> None:
     """Refuse clocks that no board has."""
-    check_not_negative(cluster, device.clock_share, f"{at}.clock_share")
-    check_not_negative(cluster, device.boost_share, f"{at}.boost_share")
+    for name in ("clock_share", "boost_share"):
+        share = getattr(device, name)
+        check_not_negative(cluster, share, f"{at}.{name}")
+        if share > MOST_CLOCK:
+            raise ClusterError(
+                f"cluster {cluster!r}: {at}.{name} is {share:g}; a clock over that which rates are quoted at is at "
+                f"most {MOST_CLOCK:g}, and 0 where it is not known"
+            )
     if not 0 <= device.rest_power_share <= 1:
         raise ClusterError(
             f"cluster {cluster!r}: {at}.rest_power_share is {device.rest_power_share}; a share of the board's limit "

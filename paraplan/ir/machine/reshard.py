@@ -7,7 +7,9 @@ Where several axes shard one dim the inner (later) axis is peeled first, since s
 a move on an axis is legal only if no later axis shards the dim it touches. A path is the cheapest by elements a
 rank sends, where a move also costs as much as sending 64 Ki of them (its latency) and an outer axis, which crosses the
 slower links, costs more than an inner one. So a sum over two axes is scattered over the inner one, reduced over the
-outer one and gathered again, as hierarchical all-reduce does. None of this looks at a cluster, so planner, simulator
+outer one and gathered again, as hierarchical all-reduce does. What is whole along an axis and is divided there is not
+gathered again: that way around sends fewer elements, over links that may be a hundred times as slow, and nothing needs
+it. None of this looks at a cluster, so planner, simulator
 and runtime agree on every path without consulting each other.
 
 All pairs of layouts are solved at once (Bellman-Ford over the graph of layouts), and once for all shapes that divide
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -233,7 +236,13 @@ def _table(
     moves = tuple(move for layout in layouts for move in _moves(layout, options, len(along)) if move.after in index)
     scale = 2.0**size / math.prod(shape)
     costs = np.array([_cost(shape, move, mesh_shape, scale) for move in moves])
-    last, hops = _shortest(len(layouts), moves, index, costs)
+    last, hops = (np.full((len(layouts), len(layouts)), -1, np.int64) for _ in range(2))
+    whole = [frozenset(axis for axis, place in enumerate(layout) if place == R) for layout in layouts]
+    for axes in dict.fromkeys(whole):
+        rows = [number for number, found in enumerate(whole) if found == axes]
+        ways = np.array([n for n, move in enumerate(moves) if move.after[move.axis] != R or move.axis not in axes], int)
+        found, hops[rows] = _shortest(rows, [moves[n] for n in ways], index, costs[ways])
+        last[rows] = np.where(found >= 0, ways[found], -1) if len(ways) else -1
     return ReshardTable(layouts, index, moves, last, hops)
 
 
@@ -249,11 +258,13 @@ def _cost(shape: Dims, move: Move, mesh_shape: Dims, scale: float) -> float:
 
 
 def _shortest(
-    count: int, moves: tuple[Move, ...], index: dict[Layout, int], costs: NDArray[np.float64]
+    sources: Sequence[int], moves: Sequence[Move], index: dict[Layout, int], costs: NDArray[np.float64]
 ) -> tuple[Ints, Ints]:
-    """Last move and number of moves of the cheapest path between every two layouts; the first of equals by number."""
-    last, hops = np.full((count, count), -1, np.int64), np.full((count, count), -1, np.int64)
-    hops[np.arange(count), np.arange(count)] = 0
+    """Last move and number of moves of the cheapest path from some layouts to every one; the first of equals by
+    number."""
+    rows, count = np.arange(len(sources)), len(index)
+    last, hops = np.full((len(rows), count), -1, np.int64), np.full((len(rows), count), -1, np.int64)
+    hops[rows, sources] = 0
     if not moves:
         return last, hops
     ends = np.array([index[move.after] for move in moves])
@@ -262,8 +273,8 @@ def _shortest(
     weights, targets = costs[order], ends[order]
     starts = np.flatnonzero(np.r_[True, targets[1:] != targets[:-1]])
     reached = targets[starts]
-    distance = np.full((count, count), np.inf)
-    distance[np.arange(count), np.arange(count)] = 0.0
+    distance = np.full((len(rows), count), np.inf)
+    distance[rows, sources] = 0.0
     while True:
         through = np.minimum.reduceat(distance[:, before] + weights, starts, axis=1)
         better = np.minimum(distance[:, reached], through)
@@ -274,9 +285,9 @@ def _shortest(
         stop = starts[place + 1] if place + 1 < len(starts) else len(order)
         last[:, target] = order[first + np.argmin(distance[:, before[first:stop]] + weights[first:stop], axis=1)]
     last[~np.isfinite(distance)] = -1
-    last[np.arange(count), np.arange(count)] = -1
+    last[rows, sources] = -1
     by_distance = np.argsort(distance, axis=1, kind="stable")
-    rows, origin = np.arange(count), np.array([index[move.before] for move in moves])
+    origin = np.array([index[move.before] for move in moves])
     for column in by_distance.T[1:]:
         some = last[rows, column] >= 0
         at, to = rows[some], column[some]

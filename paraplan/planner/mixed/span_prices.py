@@ -81,6 +81,8 @@ class SpanPrices:
             listed.setdefault(kind, {})[_combination(span, count)] = None
         for number, (kind, combinations) in enumerate(listed.items()):
             pricing = self._pricing(first[kind])
+            if self._deadline.is_over and pricing.prices:
+                continue
             pricing.deadline = Deadline(self._deadline.share_s(share / (len(listed) - number)) / PRICED_SHARE)
             unknown = [each for each in combinations if pricing.kind(each) not in pricing.prices]
             pricing.price_all(unknown, rivals=False)

@@ -14,14 +14,16 @@ from dataclasses import replace
 
 import msgspec
 
-from paraplan.ir.errors import NoPlanError
+from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.device import Link
 from paraplan.ir.machine.mesh import Mesh
-from paraplan.planner.assemble import Job
+from paraplan.ir.plan import Plan
+from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.evaluate_plan import realise
+from paraplan.planner.pipeline.meshes import candidate_meshes, dividing_data
 from paraplan.planner.recompute.split import work_s
 from paraplan.planner.sharding.solve import Candidate, choose
 
@@ -29,6 +31,8 @@ SLOWER = 1000.0
 """How much slower links are than they are."""
 WAITS = 0.3
 """Of a step, what goes to links and to launches, whoever divides the work, at least where this is looked for."""
+LEVELS = (1, 2, 0)
+"""ZeRO levels of nodes that divide their own data."""
 BACKWARD = 2
 """Times the launches of a forward, those of both."""
 
@@ -66,6 +70,67 @@ def all_alike(
         return []
     objective_s, bound_s = work_s(made.simulation), best.bound_s if best else 0.0
     return [Candidate(made.plan, made.simulation, objective_s, bound_s, "feasible", 0.0)]
+
+
+def nodes_alike(
+    job: Job, mesh: Mesh, constraints: Constraints, limits: SolveLimits, here: Sequence[Candidate]
+) -> list[Candidate]:
+    """Data parallelism of one node on every node, where the best plan known divides nothing over nodes; the fastest of
+    all ZeRO levels, if it fits and is faster.
+
+    Args:
+        job, constraints, limits: what was solved for.
+        mesh: of nodes and their devices.
+        here: plans found for them.
+    """
+    best = min(here, key=lambda each: each.simulation.step_s, default=None)
+    node = mesh.shape[-1]
+    divided = dividing_data(msgspec.structs.replace(constraints, mesh=None), node)
+    if best is None or divided is None or len(job.cluster.groups) > 1 or not _divides_no_nodes(best.plan):
+        return []
+    count, found = best.plan.num_microbatches, list[Candidate]()
+    if job.program.batch_size % (node * count):
+        return []
+    (group,) = job.cluster.groups
+    alone = msgspec.structs.replace(group, nodes=1, between_nodes=None)
+    part = replace(job, cluster=msgspec.structs.replace(job.cluster, groups=(alone,), between_nodes=None))
+    for zero in LEVELS:
+        pins = msgspec.structs.replace(divided, dp=node, zero=zero, microbatches=count)
+        try:
+            decisions = choose(part, candidate_meshes(part, pins)[0], count, pins, limits)
+        except (ConstraintError, NoPlanError):
+            continue
+        made = realise(job, _on_every_node(decisions, mesh), limits.memory_bytes)
+        if made.peak_bytes <= limits.memory_bytes and not made.over_bytes:
+            work = work_s(made.simulation)
+            found.append(Candidate(made.plan, made.simulation, work, best.bound_s, "feasible", 0.0))
+    fastest = min(found, key=lambda each: each.simulation.step_s, default=best)
+    return [fastest] if fastest.simulation.step_s < best.simulation.step_s else []
+
+
+def _divides_no_nodes(plan: Plan) -> bool:
+    """Whether neither samples nor parameters are divided over the first axis of a plan of one stage."""
+    stage = plan.stages[0]
+    layouts = [*stage.batch.values(), *(text for p in stage.params.values() for text in (p.stored, p.grad, p.state))]
+    return all(text.partition(",")[0] == "R" for text in layouts)
+
+
+def _on_every_node(decisions: Decisions, mesh: Mesh) -> Decisions:
+    """Decisions for the devices of a node, for those of every one."""
+    params = tuple(
+        msgspec.structs.replace(p, stored=f"R,{p.stored}", grad=f"R,{p.grad}", state=f"R,{p.state}")
+        for p in decisions.params
+    )
+    return replace(
+        decisions,
+        mesh=mesh,
+        ops=tuple(tuple(f"-|{key}" for key in keys) for keys in decisions.ops),
+        input_grads=tuple(
+            tuple(None if text is None else f"R,{text}" for text in texts) for texts in decisions.input_grads
+        ),
+        params=params,
+        batch={name: f"R,{text}" for name, text in decisions.batch.items()},
+    )
 
 
 def _slowed(cluster: ClusterSpec, in_node: bool) -> ClusterSpec:

@@ -20,7 +20,7 @@ from paraplan.planner.certificate import certified
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import QUICKENED, Deadline, SolveLimits
 from paraplan.planner.interrupts import found_until
-from paraplan.planner.one_stage.all_alike import all_alike
+from paraplan.planner.one_stage.all_alike import all_alike, nodes_alike
 from paraplan.planner.one_stage.candidate_passes import passed
 from paraplan.planner.one_stage.failures import Failure, not_tried
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
@@ -137,8 +137,9 @@ class SolvedMeshes:
         ways += [False] if mesh.size > node > 1 and mesh.shape == (mesh.size // node, node) else []
         if self.deadline.is_over:
             return []
-        given = self.job, mesh, self.constraints, self._timed(mesh), here
-        return [plan for in_node in ways for plan in all_alike(*given, in_node)]
+        given = self.job, mesh, self.constraints, self._timed(mesh)
+        found = [plan for in_node in ways for plan in all_alike(*given, here, in_node)]
+        return found + (nodes_alike(*given, (*here, *found)) if False in ways else [])
 
     @property
     def _has_plan(self) -> bool:

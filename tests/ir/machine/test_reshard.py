@@ -193,7 +193,7 @@ def kind_of(a: Placement, b: Placement) -> str | None:
 
 
 def cheapest(shape: Dims, mesh: Dims, source: Layout, target: Layout, allowed: set[Placement]) -> float:
-    """Dijkstra over all layouts of the allowed placements."""
+    """Dijkstra over all layouts of the allowed placements; what is whole at first and divided is not gathered again."""
     best: dict[Layout, float] = {}
     queue: list[tuple[float, str, Layout]] = [(0.0, "", source)]
     while queue:
@@ -204,12 +204,21 @@ def cheapest(shape: Dims, mesh: Dims, source: Layout, target: Layout, allowed: s
         for axis, then in itertools.product(range(len(mesh)), allowed):
             kind = kind_of(at[axis], then)
             touched = {p.dim for p in (at[axis], then) if isinstance(p, Shard)}
+            if then == R and source[axis] == R:
+                continue
             if kind is None or touched & {p.dim for p in at[axis + 1 :] if isinstance(p, Shard)}:
                 continue
             after = (*at[:axis], then, *at[axis + 1 :])
             if is_shardable(shape, after, mesh):
                 heapq.heappush(queue, (cost + price(shape, mesh, at, kind, axis), layout_text(after), after))
     return best[target]
+
+
+@pytest.mark.parametrize("source", [(R, P), (R, S(0)), (R, S(1))])
+@pytest.mark.parametrize("target", [(R, R), (R, S(0)), (R, S(1))])
+def test_nothing_moves_along_an_axis_that_is_whole_at_both_ends(source: Layout, target: Layout) -> None:
+    path = reshard_path((4096, 1024), source, target, (8, 4))
+    assert all(move.axis == 1 for move in path) and len(path) == (source != target)
 
 
 @pytest.mark.parametrize(("mesh", "shape"), [*SMALL, ((2, 4), (4096, 512)), ((4, 2), (256, 8, 512))])

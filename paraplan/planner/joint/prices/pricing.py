@@ -122,7 +122,7 @@ class Pricing(Positions):
             if batch:
                 taken = {kind: self._in_layouts(needed[kind], way, kind[3], best_s) for kind, way in batch if rivals}
                 self._price({kind: taken.get(kind, ()) for kind, _ in batch}, needed, best_s)
-            for kind, way in batch:
+            for kind, way in (each for each in batch if each[0] in self.prices):
                 way.add(kind[3], self.prices[kind])
                 kind_s = self._least_s(needed[kind], [each.totals for each in self.prices[kind]])
                 self._has_fitting |= math.isfinite(kind_s)
@@ -131,7 +131,7 @@ class Pricing(Positions):
     def _price(
         self, kinds: Mapping[Kind, Sequence[Decisions]], needed: dict[Kind, list[Combination]], best_s: float
     ) -> None:
-        """Price kinds, each apart, in the layouts given where there are any."""
+        """Price kinds, each apart, in the layouts given where there are any; after the deadline no other."""
         usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in kinds]
         if self.workers is not None and self.deadline.passed_s > HIRED_S:
             self.workers.start()
@@ -140,6 +140,8 @@ class Pricing(Positions):
         is_known = all(map(self._is_known, usual, map(needed.__getitem__, kinds)))
         if self.workers is None or not self.workers.has_idle or is_known:
             for kind, task in zip(kinds, tasks, strict=True):
+                if self.prices and self.deadline.is_over:
+                    return
                 self.progress(f"prices of stages: {task[0].text}")
                 self.prices[kind] = self.priced(*task)
             return
