@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -236,13 +235,10 @@ def _table(
     moves = tuple(move for layout in layouts for move in _moves(layout, options, len(along)) if move.after in index)
     scale = 2.0**size / math.prod(shape)
     costs = np.array([_cost(shape, move, mesh_shape, scale) for move in moves])
-    last, hops = (np.full((len(layouts), len(layouts)), -1, np.int64) for _ in range(2))
-    whole = [frozenset(axis for axis, place in enumerate(layout) if place == R) for layout in layouts]
-    for axes in dict.fromkeys(whole):
-        rows = [number for number, found in enumerate(whole) if found == axes]
-        ways = np.array([n for n, move in enumerate(moves) if move.after[move.axis] != R or move.axis not in axes], int)
-        found, hops[rows] = _shortest(rows, [moves[n] for n in ways], index, costs[ways])
-        last[rows] = np.where(found >= 0, ways[found], -1) if len(ways) else -1
+    whole = np.array([[place == R for place in layout] for layout in layouts])
+    axes, gathers = [move.axis for move in moves], np.array([move.after[move.axis] == R for move in moves], bool)
+    costs = np.where(whole[:, axes] & gathers, np.inf, costs)  # [source, move]
+    last, hops = _shortest(len(layouts), moves, index, costs)
     return ReshardTable(layouts, index, moves, last, hops)
 
 
@@ -258,23 +254,22 @@ def _cost(shape: Dims, move: Move, mesh_shape: Dims, scale: float) -> float:
 
 
 def _shortest(
-    sources: Sequence[int], moves: Sequence[Move], index: dict[Layout, int], costs: NDArray[np.float64]
+    count: int, moves: tuple[Move, ...], index: dict[Layout, int], costs: NDArray[np.float64]
 ) -> tuple[Ints, Ints]:
-    """Last move and number of moves of the cheapest path from some layouts to every one; the first of equals by
-    number."""
-    rows, count = np.arange(len(sources)), len(index)
-    last, hops = np.full((len(rows), count), -1, np.int64), np.full((len(rows), count), -1, np.int64)
-    hops[rows, sources] = 0
+    """Last move and number of moves of the cheapest path between every two layouts, by what each move costs of a path
+    from each layout; the first of equals by number."""
+    last, hops = np.full((count, count), -1, np.int64), np.full((count, count), -1, np.int64)
+    hops[np.arange(count), np.arange(count)] = 0
     if not moves:
         return last, hops
     ends = np.array([index[move.after] for move in moves])
     order = np.argsort(ends, kind="stable")
     before = np.array([index[move.before] for move in moves])[order]
-    weights, targets = costs[order], ends[order]
+    weights, targets = costs[:, order], ends[order]
     starts = np.flatnonzero(np.r_[True, targets[1:] != targets[:-1]])
     reached = targets[starts]
-    distance = np.full((len(rows), count), np.inf)
-    distance[rows, sources] = 0.0
+    distance = np.full((count, count), np.inf)
+    distance[np.arange(count), np.arange(count)] = 0.0
     while True:
         through = np.minimum.reduceat(distance[:, before] + weights, starts, axis=1)
         better = np.minimum(distance[:, reached], through)
@@ -283,11 +278,11 @@ def _shortest(
         distance[:, reached] = better
     for place, (first, target) in enumerate(zip(starts.tolist(), reached.tolist(), strict=True)):
         stop = starts[place + 1] if place + 1 < len(starts) else len(order)
-        last[:, target] = order[first + np.argmin(distance[:, before[first:stop]] + weights[first:stop], axis=1)]
+        last[:, target] = order[first + np.argmin(distance[:, before[first:stop]] + weights[:, first:stop], axis=1)]
     last[~np.isfinite(distance)] = -1
-    last[rows, sources] = -1
+    last[np.arange(count), np.arange(count)] = -1
     by_distance = np.argsort(distance, axis=1, kind="stable")
-    origin = np.array([index[move.before] for move in moves])
+    rows, origin = np.arange(count), np.array([index[move.before] for move in moves])
     for column in by_distance.T[1:]:
         some = last[rows, column] >= 0
         at, to = rows[some], column[some]
