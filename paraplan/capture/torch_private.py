@@ -62,6 +62,7 @@ __all__ = [
     "trace_as",
     "trace_ops",
     "traced_as",
+    "unrecorded",
 ]
 
 trace_ops = make_fx
@@ -214,12 +215,6 @@ class Recording:
         """Under it, functions are called past all modes of functions."""
         return DisableTorchFunction()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Under it, nothing is recorded, and functions are called past all modes of functions."""
-        with _ExcludeDispatchKeyGuard(_PRE_DISPATCH), DisableTorchFunction():
-            yield
-
 
 def drop_refused() -> None:
     """Takes back what the trace under way recorded last, where torch refused to run it: an op without a result."""
@@ -253,6 +248,13 @@ _KERNELS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "mkldnn",
 
 _FLAGS = [torch.are_deterministic_algorithms_enabled, *(getattr(torch._C, f"_get_{each}_enabled") for each in _KERNELS)]
 """Switches that kernels are chosen by, and the strides of their results with them."""
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Under it, a trace before dispatch records nothing, and functions are called past all modes of functions."""
+    with _ExcludeDispatchKeyGuard(_PRE_DISPATCH), DisableTorchFunction():
+        yield
 
 
 def below_modes() -> AbstractContextManager[Any]:

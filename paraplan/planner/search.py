@@ -16,7 +16,7 @@ import msgspec
 from paraplan.cost_models.predict import with_reserved, with_used_profile
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.execution.rank_program import InstrKind
-from paraplan.ir.machine.mesh import Mesh, R, parse_layout
+from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan
 from paraplan.ir.process.garbage import seldom_collected
 from paraplan.planner.assemble import Decisions, Job
@@ -32,6 +32,7 @@ from paraplan.planner.joint.drafting import no_room
 from paraplan.planner.joint.search_joint import JointSearch, search_joint
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.mixed.search_mixed import allows_mixed, search_mixed
+from paraplan.planner.one_stage.all_alike import axes_alike
 from paraplan.planner.one_stage.data_parallel import add_data_parallel
 from paraplan.planner.one_stage.failures import failure
 from paraplan.planner.one_stage.roomier import needed_bytes, others_with_room, with_room
@@ -156,14 +157,12 @@ def _none_found(solved: SolvedMeshes) -> NoPlanError:
 def _alike_note(plan: Plan) -> tuple[str, ...]:
     """That dividing the work does not pay, where every device does all of it, or every set of devices along an axis."""
     (stage, *more), devices = plan.stages, plan.cluster.num_devices
-    texts = [*stage.batch.values(), *(text for p in stage.params.values() for text in (p.stored, p.grad, p.state))]
-    layouts, shape = list(map(parse_layout, texts)), stage.mesh.shape
-    axes = [axis for axis, n in enumerate(shape) if n > 1 and all(layout[axis] == R for layout in layouts)]
-    if devices == 1 or more or not axes:
+    axes = axes_alike(stage)
+    if more or not axes:
         return ()
     blocks = [block for program in programs_of(plan) for block in program.blocks.values()]
     busy = {instr.axis for block in blocks for instr in block.instrs if instr.kind is InstrKind.COLLECTIVE}
-    sets = math.prod(shape[axis] for axis in axes if axis not in busy)
+    sets = math.prod(stage.mesh.shape[axis] for axis in axes if axis not in busy)
     if sets == 1:
         return ()
     each = f"{devices} devices" if sets == devices else f"{sets} sets of {devices // sets} devices"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 import yaml
 
 import paraplan
+import paraplan.__main__ as command_module
 from paraplan.ir.errors import InfeasibleError
 from paraplan.ir.machine.cluster import ClusterSpec
 
@@ -180,6 +183,33 @@ def test_an_interrupt_before_a_plan_says_so(here: Path, seconds: float) -> None:
         said = planning.stderr.read()
     assert planning.returncode == 130 and "interrupted before a plan was found" in said
     assert "Traceback" not in said and not Path("x.json").exists()
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_an_error_that_an_interrupt_made_of_an_import_is_the_interrupt(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], came: bool
+) -> None:
+    """Ctrl-C inside an import may come out as the library's own error, which is then no fault of the command."""
+
+    def broken() -> None:
+        with suppress(KeyboardInterrupt):
+            if came:
+                signal.raise_signal(signal.SIGINT)
+        raise ImportError("cannot import name 'half' from partially initialized module")
+
+    monkeypatch.setattr(atexit, "register", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["paraplan", "plan"])
+    monkeypatch.setattr(command_module, "run_command", broken)
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit if came else ImportError) as ended:
+            command_module.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    said = capsys.readouterr().err
+    assert ("interrupted before a plan was found; nothing is written" in said) == came
+    assert not came or (isinstance(ended.value, SystemExit) and ended.value.code == 130)
 
 
 def test_debug_shows_the_traceback(here: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

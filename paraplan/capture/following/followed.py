@@ -23,10 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.following.refusals import note
 from paraplan.capture.following.rewritten import REWRITTEN
-from paraplan.capture.following.torch_private import detach_as_traced
 from paraplan.capture.python_state.outside.written import Written
 from paraplan.capture.source_lines import depends_on_data, is_of_trace
-from paraplan.capture.torch_private import drop_refused, is_own, trace_as, traced_as
+from paraplan.capture.torch_private import drop_refused, is_own, trace_as, traced_as, unrecorded
 from paraplan.ir.errors import CaptureError
 from paraplan.kernels.torch_private import tree_leaves, tree_map_only
 
@@ -122,7 +121,8 @@ def _detached(x: Tensor) -> Tensor:
     """A tensor detached in place, which a trace would go on knowing as what it was."""
     made = x.detach()
     trace_as(x, traced_as(made))
-    detach_as_traced(x)
+    with unrecorded():
+        x.detach_()
     return x
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.following.followed import is_write
-from paraplan.capture.following.torch_private import unseen
+from paraplan.capture.torch_private import below_modes, unrecorded
 from paraplan.kernels.torch_private import tree_leaves, tree_map_only
 
 LARGEST, LISTED = 1 << 20, 1 << 12
@@ -111,7 +111,7 @@ class KnownValues(TorchFunctionMode):
         if func in _REPEATED and len(args) > 1 and self._is_known(args[1]) and not kwargs.get("output_size"):
             dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
             x = args[0] if dim is not None else args[0].flatten()
-            with unseen():
+            with unrecorded(), below_modes():
                 of = torch.repeat_interleave(self._value(args[1]).expand(x.shape[dim or 0]))
             return torch.index_select, (x, dim or 0, self._listed(of)), {}
         return func, args, kwargs
@@ -134,7 +134,7 @@ class KnownValues(TorchFunctionMode):
         """A call, of values; None where it draws numbers, or gives an error."""
         if "out" in kwargs:
             return None
-        with unseen():
+        with unrecorded(), below_modes():
             state = torch.get_rng_state()
             try:
                 given, named = tree_map_only(Tensor, self._value if func not in _MADE_LIKE else _shaped, (args, kwargs))
@@ -155,7 +155,7 @@ class KnownValues(TorchFunctionMode):
         """Indices as tensors of the trace."""
         if isinstance(value, tuple):
             return tuple(map(self._listed, value))
-        with unseen():
+        with unrecorded(), below_modes():
             numbers = value.tolist()
         made = torch.tensor(numbers, dtype=value.dtype).reshape(value.shape)
         self._keep(made, value)
@@ -183,12 +183,12 @@ class KnownValues(TorchFunctionMode):
         """A known tensor of a number as that number; anything else as it is."""
         if not (isinstance(x, Tensor) and self._is_known(x)):
             return x
-        with unseen():
+        with unrecorded(), below_modes():
             return self._value(x).item()
 
     def _true(self, mask: Tensor, value: Tensor) -> list[Tensor]:
         """Per dim of a mask, where its elements are true."""
-        with unseen():
+        with unrecorded(), below_modes():
             count = int(value.sum())
             places = value.nonzero(as_tuple=True) if count * value.dim() <= LISTED else None
             numbers = None if places is None else [each.tolist() for each in places]

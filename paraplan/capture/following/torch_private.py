@@ -13,20 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch._C import (
-    DisableTorchFunction,
-    DispatchKey,
-    DispatchKeySet,
-    _DisableTorchDispatch,
-    _ExcludeDispatchKeyGuard,
-)
 from torch._C._functorch import is_gradtrackingtensor
 from torch.fx import Tracer
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["data_errors_noted", "detach_as_traced", "in_gradient_transform", "modules_left", "unseen"]
+__all__ = ["data_errors_noted", "in_gradient_transform", "modules_left"]
 
-_PRE_DISPATCH = DispatchKeySet(DispatchKey.PreDispatch)
 _SYMBOLS = re.compile(r"[\\/]torch[\\/](__init__|fx[\\/]experimental[\\/](symbolic_shapes|sym_node|recording))\.py$")
 
 
@@ -75,16 +67,3 @@ def modules_left() -> Iterator[None]:
 def in_gradient_transform(tensor: Tensor) -> bool:
     """Whether a tensor is one of a transform of `torch.func` that takes gradients."""
     return bool(is_gradtrackingtensor(tensor))
-
-
-def detach_as_traced(tensor: Tensor) -> None:
-    """`tensor.detach_()` past a trace, which goes on knowing the tensor as it does."""
-    with _ExcludeDispatchKeyGuard(_PRE_DISPATCH), DisableTorchFunction():
-        tensor.detach_()
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Under it, calls are of no trace and no mode: tensors that are made have data."""
-    with _ExcludeDispatchKeyGuard(_PRE_DISPATCH), DisableTorchFunction(), _DisableTorchDispatch():
-        yield

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.capture.exporting.decided import is_noted
 from paraplan.capture.repeating.stand_ins import Maker, StandIns
-from paraplan.capture.torch_private import Recording, recording_state
+from paraplan.capture.torch_private import Recording, recording_state, unrecorded
 from paraplan.kernels.torch_private import FakeTensor, OpOverload
 
 _OPAQUE = (int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -143,7 +143,7 @@ class Repeated(TorchFunctionMode):
         if known is None:
             return func(*args, **kwargs)
         try:
-            with recording.paused():
+            with unrecorded():
                 if self._maker is None:
                     self._maker = Maker(tensors[0].fake_mode)  # type: ignore[attr-defined]
                 return _again(recording, known, tensors, self._maker)

@@ -17,8 +17,8 @@ import msgspec
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.machine.device import Link
-from paraplan.ir.machine.mesh import Mesh
-from paraplan.ir.plan import Plan
+from paraplan.ir.machine.mesh import Mesh, R, parse_layout
+from paraplan.ir.plan import Stage
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import SolveLimits
@@ -86,7 +86,7 @@ def nodes_alike(
     best = min(here, key=lambda each: each.simulation.step_s, default=None)
     node = mesh.shape[-1]
     divided = dividing_data(msgspec.structs.replace(constraints, mesh=None), node)
-    if best is None or divided is None or len(job.cluster.groups) > 1 or not _divides_no_nodes(best.plan):
+    if best is None or divided is None or len(job.cluster.groups) > 1 or 0 not in axes_alike(best.plan.stages[0]):
         return []
     count, found = best.plan.num_microbatches, list[Candidate]()
     if job.program.batch_size % (node * count):
@@ -108,11 +108,11 @@ def nodes_alike(
     return [fastest] if fastest.simulation.step_s < best.simulation.step_s else []
 
 
-def _divides_no_nodes(plan: Plan) -> bool:
-    """Whether neither samples nor parameters are divided over the first axis of a plan of one stage."""
-    stage = plan.stages[0]
-    layouts = [*stage.batch.values(), *(text for p in stage.params.values() for text in (p.stored, p.grad, p.state))]
-    return all(text.partition(",")[0] == "R" for text in layouts)
+def axes_alike(stage: Stage) -> list[int]:
+    """The axes over which a stage divides neither samples nor parameters, of more than one device."""
+    texts = [*stage.batch.values(), *(text for p in stage.params.values() for text in (p.stored, p.grad, p.state))]
+    layouts = list(map(parse_layout, texts))
+    return [axis for axis, n in enumerate(stage.mesh.shape) if n > 1 and all(each[axis] == R for each in layouts)]
 
 
 def _on_every_node(decisions: Decisions, mesh: Mesh) -> Decisions:

@@ -16,8 +16,9 @@ from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.mixed.idle_groups import among_groups
-from paraplan.planner.mixed.listing import check_on_cluster
+from paraplan.planner.mixed.listing import check_on_cluster, divisions
 from paraplan.planner.mixed.search_mixed import search_mixed
+from paraplan.planner.mixed.span_prices import SpanPrices
 from paraplan.planner.search import find, find_mixed, search
 from tests.planner.joint.chains import WIDTHS, chain, chained, cluster, group, job, rows, step_s
 from tests.runtime.pipelines import account
@@ -106,3 +107,20 @@ def test_what_time_cut_short_is_searched_again_in_what_is_left_of_it() -> None:
 
     among_groups((longer, none), on, Constraints(), 2.0, lambda _: None, False)
     assert len(shares) == 2 and shares[1] >= 0.9
+
+
+def test_what_the_time_left_unpriced_is_priced_once_there_is_more() -> None:
+    on, pins = job(cluster(group(4.0, 2), group(1.0, 2)), chained()), Constraints()
+    ways = list(divisions(on, pins))
+    counts = sorted({count for _, counts in ways for count in counts})
+    prices = SpanPrices(on, pins, lambda _: None, 60.0)
+    prices.price(ways, counts[:1])
+    first = prices.num_known
+    prices.allow(600.0)
+    prices._deadline._started -= 600.0
+    prices.price(ways, counts)
+    unpriced = [(span, count) for spans, each in ways for count in each for span in spans if not prices.of(span, count)]
+    assert prices.num_known == first and unpriced, "no time is left"
+    prices.allow(60.0)
+    prices.price(ways, counts)
+    assert prices.num_known > first and all(prices.of(span, count) for span, count in unpriced)
