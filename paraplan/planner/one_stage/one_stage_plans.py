@@ -25,8 +25,11 @@ LEAN_SHARE = 0.5
 """Likewise for what needs little memory, where plain data parallelism does not fit."""
 LATE_SHARE = 0.85
 """Of the time limit, after which nothing more is laid out by hand, nor solved on the best mesh."""
+SOLVED = 1.005
+"""How much slower than the best a plan of one stage may be, or be thought to be, for its mesh to be solved: layouts of
+least work are nearly those that were priced."""
 NEARLY = 1.02
-"""How much slower than the best a plan of one stage may be, or be thought to be, for its mesh to be solved."""
+"""How much slower a plan of one stage may be for others of one stage to be laid out by hand."""
 CHUNKED = 1.05
 """Likewise for ZeRO-3 to be planned where memory binds: what runs in chunks is in no estimate."""
 
@@ -99,6 +102,8 @@ class OneStagePlans:
             fits(2)
             return
         self.is_tight = len(candidate_meshes(self.job, self.constraints)) <= MESHES
+        if self.is_tight:  # what recomputes is fitted, which takes longer
+            fits(2)
         recompute = None if self.is_tight else "none"
         if fits(3, recompute):  # which holds least
             fits(2, recompute)
@@ -134,7 +139,7 @@ class OneStagePlans:
         if binds and min(nearest_s, alone_s) <= CHUNKED * best.step_s:
             self._fits(self.make, None, dp=n, zero=3)
         best_s = min(map(step_s, self.drafts))
-        if nearest is None or nearest_s > NEARLY * best_s or self._is_late:
+        if nearest is None or nearest_s > SOLVED * best_s or self._is_late:
             return
         mesh, count = nearest.sample.stages[0].mesh.shape, nearest.sample.num_microbatches
         pinned = msgspec.structs.replace(self.constraints, microbatches=count)

@@ -50,6 +50,8 @@ class Pins:
         along: what every op does along a batch axis (for dp, ep and tp).
         sequence: what every op of a kind may do along the cp axis.
         experts: what the experts' ops may do along an ep axis.
+        samples: what every op does along a batch axis, where all that carries samples is to be divided along the first
+            axis, however else; None where it need not be.
     """
 
     program: Program
@@ -62,6 +64,7 @@ class Pins:
     along: ProgramMicro | None
     sequence: tuple[tuple[Keys, ...], ...]
     experts: ExpertAxis | None
+    samples: ProgramMicro | None = None
 
     def keys(self, kind: SegmentKind, position: int) -> AxisKeys:
         """What an op may do along each axis; partial inputs only where all of them that are no indices or masks are
@@ -89,6 +92,8 @@ class Pins:
             kind, position: the op: its kind, and its place in the joint graph.
             strategy: in question.
         """
+        if self.samples is not None and not self._divides_samples(self.samples, kind, position, strategy):
+            return False
         if self.along is None:
             return True
         parts, batch = axis_texts(strategy.key), self._along(kind)[position]
@@ -103,8 +108,17 @@ class Pins:
 
     def _along(self, kind: SegmentKind) -> tuple[str, ...]:
         assert self.along is not None
-        index = next(i for i, s in enumerate(self.program.segments) if self.program.kinds[s.kind] is kind)
-        return tuple(map(_reduced, self.along.segments[index].choices))
+        return tuple(map(_reduced, self.along.segments[self._first(kind)].choices))
+
+    def _first(self, kind: SegmentKind) -> int:
+        """The first segment of a kind."""
+        return next(i for i, s in enumerate(self.program.segments) if self.program.kinds[s.kind] is kind)
+
+    def _divides_samples(self, samples: ProgramMicro, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
+        """Whether an op divides, along the first axis, all that it reads and makes that carries samples."""
+        batch = samples.segments[self._first(kind)].choices[position]
+        pairs = *zip(batch.inputs, strategy.inputs, strict=True), *zip(batch.outputs, strategy.computed, strict=True)
+        return all(isinstance(layout[0], Shard) for along, layout in pairs if isinstance(along, Shard) and layout)
 
     def _tensor(self, kind: SegmentKind, position: int, strategy: Strategy, part: str, batch: str) -> bool:
         op = kind.graph.ops[position]
@@ -208,7 +222,12 @@ def zero_triples(stage: int, cls: ParamClass, size: int) -> list[tuple[Placement
 
 
 def make_pins(
-    program: Program, constraints: Constraints, axes: tuple[str, ...], shape: tuple[int, ...], m: int
+    program: Program,
+    constraints: Constraints,
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    m: int,
+    divides_samples: bool = False,
 ) -> Pins:
     """The predicates of some constraints on a mesh.
 
@@ -217,6 +236,7 @@ def make_pins(
         constraints: what is pinned.
         axes, shape: of the mesh.
         m: number of microbatches.
+        divides_samples: whether all that carries samples is to be divided along the first axis.
     Raises:
         ConstraintError: the batch does not divide, or a named parameter does not exist.
     """
@@ -240,4 +260,5 @@ def make_pins(
         along = program_micro(program, smallest_divisor(program.batch_size), in_space=True)
     sequence = sequence_keys(program, shape[cp], constraints.cp_mode) if cp >= 0 else ()
     experts = expert_axis(program, math.prod(shape[axis] for axis in ep)) if ep else None
-    return Pins(program, constraints, dp, tp, cp, ep, shape, along, sequence, experts)
+    samples = program_micro(program, smallest_divisor(program.batch_size), in_space=True) if divides_samples else None
+    return Pins(program, constraints, dp, tp, cp, ep, shape, along, sequence, experts, samples)

@@ -83,7 +83,9 @@ class Skipped:
     work_s: float
 
 
-def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints) -> Space:
+def problem_of(
+    job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, divides_samples: bool = False
+) -> Space:
     """The option space of a mesh under constraints.
 
     Args:
@@ -91,12 +93,13 @@ def problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constra
         mesh: of the devices.
         num_microbatches: of a step.
         constraints: what is pinned.
+        divides_samples: as of `make_pins`.
     Raises:
         InfeasibleError: what is pinned to a tier does not fit there.
     """
     costs = Costs(job.cluster, mesh, job.profile, job.optimizer.timed_as)
     prices = MeshPrices(costs, (job.program.shares(num_microbatches), *mesh.shape), constraints.every_place)
-    pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches)
+    pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches, divides_samples)
     space = build_space(job, prices, num_microbatches, pins)
     for tier, held in space.away.items():
         need = sum(min(nbytes) for _, nbytes in held)

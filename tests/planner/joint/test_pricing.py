@@ -14,13 +14,14 @@ from torch import nn
 from paraplan.capture import capture
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import ConstraintError, InvalidPlanError
+from paraplan.ir.machine.mesh import make_mesh
 from paraplan.ir.optimizer import OPTIMIZERS
 from paraplan.ir.plan import ModelRef
 from paraplan.ir.process.memo import release_caches
 from paraplan.ir.process.workers import Workers
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.joint import estimating
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.estimating import estimate_best
@@ -29,6 +30,8 @@ from paraplan.planner.joint.prices import sharding_front
 from paraplan.planner.joint.prices.pricing import GAP, NEAR, Pricing, pricing_beside
 from paraplan.planner.joint.prices.pricing_order import Way, in_turn, steps_of, usual_samples, ways_of
 from paraplan.planner.pipeline.cuts.stage_cuts import cut_chain
+from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
+from paraplan.planner.pipeline.prices.stage_prices import Sharding
 from paraplan.planner.schedules.named import NAMED, named_orders
 from tests.captures import zoo_job
 
@@ -182,7 +185,7 @@ def test_shardings_do_not_hang_on_how_many_positions_were_priced_for_before(monk
     seen: list[object] = []
 
     def seeing(*args: object) -> object:
-        seen.append(args[-1])
+        seen.append(args[-2])
         return real(*args)  # type: ignore[arg-type]
 
     real = sharding_front.front
@@ -202,6 +205,39 @@ def _large() -> Job:
         batch = {"input": torch.zeros(1 << 15, 4096)}
     program = capture(nn.Sequential(*layers), batch, loss_fn=lambda out, _: out.pow(2).mean(), precision="fp32")
     return Job(program, parse_cluster("8xA100-80:1"), OPTIMIZERS["adamw"], ModelRef(display="chain"), {})
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_what_divides_samples_takes_as_long_however_wide_their_axis_is(is_wide: bool) -> None:
+    """Tensors divided along it are the less work on two ranks, and half as much again on 32."""
+    rows, job = 1024, replace(_large(), cluster=parse_cluster("8xA100-80:4"))
+    pricing, pins = _pricing(job), Constraints(recompute="none", reserve_bytes=0, mesh=(2,))
+    limits = SolveLimits(10.0, 1e12, certify=False)
+    two = make_mesh((2,), ("axis0",)), job.program.batch_size // (2 * rows), pins, limits, (0.1, 0.5), 1.0
+    times = list[float]()
+    for decisions in sharding_front.front(pricing.part(16), *two, is_wide):
+        there_s = sum(Sharding(pricing.part(16), decisions).prices.seconds)
+        for ranks in (8, 32):
+            mesh, count = make_mesh((ranks,), ("axis0",)), job.program.batch_size // (ranks * rows)
+            wider = in_same_layouts(pricing.part(32 // ranks), decisions, mesh, count)
+            assert wider is not None
+            times.append(sum(wider.prices.seconds) / there_s)
+    assert times and (max(times) < 1.05 if is_wide else max(times) > 1.5)
+
+
+@pytest.mark.parametrize(
+    ("pp", "devices", "samples", "is_wide"),
+    [(None, 32, 1, True), (None, 32, 0, False), (2, 32, 1, False), (None, 8, 1, False)],
+)
+def test_prices_are_of_any_width_where_widths_may_differ_much(
+    pp: int | None, devices: int, samples: int, is_wide: bool
+) -> None:
+    job = replace(
+        zoo_job("gpt2", 4),
+        cluster=parse_cluster(f"{devices}xA100-80:1" if devices <= 8 else f"8xA100-80:{devices // 8}"),
+    )
+    pricing, width = _pricing(job, msgspec.structs.replace(FREE, pp=pp)), 2 if samples else 4 * job.program.batch_size
+    assert pricing.is_wide(Combination(2, (width,), 1, "1f1b", 1)) == is_wide
 
 
 def test_the_best_estimate_is_hardly_longer_for_layouts_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,9 @@ from paraplan.planner.joint.prices.pricing_order import Kind, way_of
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
 
+NARROW = 16
+"""Devices up to which widths differ little, and one stage is solved on every mesh."""
+
 
 @dataclass
 class Positions:
@@ -40,6 +43,12 @@ class Positions:
         samples = self.job.program.batch_size / (combination.microbatches * outer)
         inner = combination.mesh[1:] if combination.mesh else (combination.pp,)  # pinned: ranks of the batch follow pp
         return inner, len(combination.mesh), combination.mesh[:1] == (1,), samples
+
+    def is_wide(self, combination: Combination) -> bool:
+        """Whether positions of much other widths share its prices: then all that carries samples is divided along the
+        first axis, where every rank has some. A layer's tensors divided along it would take longer on more ranks."""
+        _, axes, _, samples = self.kind(combination)
+        return self.constraints.pp is None and axes > 0 and samples >= 1 and self.job.cluster.num_devices > NARROW
 
     def way_of(self, combination: Combination) -> tuple[object, float]:
         """Of the kind, what it has in common with those of other samples, and its samples."""

@@ -195,7 +195,8 @@ class Pricing(Positions):
     def _is_known(self, combination: Combination, combinations: Sequence[Combination]) -> bool:
         """Whether another search has priced it in this process, for as many positions."""
         try:
-            return is_priced(*self.position(combination), combination.microbatches, _fewest(combinations))
+            where = self.position(combination)
+            return is_priced(*where, combination.microbatches, _fewest(combinations), self.is_wide(combination))
         except ConstraintError:
             return False
 
@@ -271,14 +272,14 @@ class Pricing(Positions):
     ) -> list[StagePrices]:
         """Prices of shardings of least work, and of such as keep less and less as long as that may pay; what there is
         where the next cannot be found."""
-        found, fewest = list[StagePrices](), _fewest(combinations)
+        found, fewest, is_wide = list[StagePrices](), _fewest(combinations), self.is_wide(combination)
         part, inner, mesh = self.position(combination)
         limits = SolveLimits(
             time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
         )
         widest = (self.job.cluster.num_devices // (fewest * math.prod(mesh.shape[1:])), *mesh.shape[1:])
         try:
-            for prices in priced_front(part, inner, mesh, combination.microbatches, limits, SHARES, fewest):
+            for prices in priced_front(part, inner, mesh, combination.microbatches, limits, SHARES, fewest, is_wide):
                 found.append(prices)
                 kept = found[-1].kept_bytes(widest) + fewest * _saved(prices)
                 if kept <= ENOUGH * self.budget * fewest:

@@ -34,6 +34,7 @@ def front(
     limits: SolveLimits,
     shares: Sequence[float],
     flying: float = 0.0,
+    is_wide: bool = False,
 ) -> Iterator[Decisions]:
     """Shardings of a mesh that trade work for what parameters, gradients, states and activations keep, least work
     first.
@@ -45,11 +46,13 @@ def front(
         job, mesh, num_microbatches, constraints, limits: as for `solve_mesh`.
         shares: prices, each such that keeping as much as the sharding of least work costs this share of its work.
         flying: microbatches of the whole model whose activations are kept beside parameters.
+        is_wide: whether all that carries samples is to be divided along the first axis: what a sample takes is then the
+            same however wide that is.
     Raises:
         InfeasibleError: proved: the constraints leave no sharding.
         SolverLimitError: the time limit passed first.
     """
-    space = problem_of(job, mesh, num_microbatches, constraints)
+    space = problem_of(job, mesh, num_microbatches, constraints, is_wide)
     network = with_rows(formulate(space).network, tier_rows(space))
     held = kept_row(space, flying)
     whole, least, warm, waiting = 0.0, math.inf, None, list[tuple[float, Decisions]]()
@@ -109,21 +112,21 @@ class _PricedFront:
 _FRONTS: Lately[_PricedFront] = SESSION.lately("pricing.fronts", 64)
 
 
-def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int) -> Hashable:
+def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int, is_wide: bool) -> Hashable:
     """What a front hangs on: devices and links, not what their cluster is called."""
     devices = part.cluster.groups, part.cluster.between_nodes
     settings = part.optimizer, part.compiled, part.reduce_dtype, part.sum_products
-    data = msgspec.json.encode((devices, settings, inner, mesh, microbatches, flying))
+    data = msgspec.json.encode((devices, settings, inner, mesh, microbatches, flying, is_wide))
     return Same(part.program), Same(part.profile), data
 
 
-def is_priced(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int) -> bool:
+def is_priced(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int, is_wide: bool) -> bool:
     """Whether another search has begun to price this front in this process.
 
     Args:
-        part, inner, mesh, microbatches, flying: as of `priced_front`.
+        part, inner, mesh, microbatches, flying, is_wide: as of `priced_front`.
     """
-    return _front_key(part, inner, mesh, microbatches, flying) in _FRONTS
+    return _front_key(part, inner, mesh, microbatches, flying, is_wide) in _FRONTS
 
 
 def priced_front(
@@ -134,13 +137,14 @@ def priced_front(
     limits: SolveLimits,
     shares: Sequence[float],
     flying: int,
+    is_wide: bool,
 ) -> Iterator[StagePrices]:
     """The front of shardings, priced: once for all searches that ask for the same on equal devices.
 
     Args:
         part: the job on a position's devices.
         inner: what is pinned there.
-        mesh, microbatches, limits, shares, flying: as of `front`.
+        mesh, microbatches, limits, shares, flying, is_wide: as of `front`.
     """
-    known = _FRONTS.get(_front_key(part, inner, mesh, microbatches, flying), _PricedFront)
-    return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, shares, flying))
+    known = _FRONTS.get(_front_key(part, inner, mesh, microbatches, flying, is_wide), _PricedFront)
+    return known.each(part, lambda: front(part, mesh, microbatches, inner, limits, shares, flying, is_wide))
