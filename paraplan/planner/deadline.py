@@ -18,11 +18,13 @@ class Until:
         found: after which nothing faster is looked for.
         last: after which nothing is, though nothing was found.
         below_s: seconds of a step that no other plan is looked for above.
+        known_s: the step of a plan after passes: what computes for longer is not looked for either.
     """
 
     found: float = math.inf
     last: float = math.inf
     below_s: float = math.inf
+    known_s: float = math.inf
 
     def is_over(self, has_plan: bool) -> bool:
         """Whether it ends where there is a plan, or none."""
@@ -77,8 +79,8 @@ class SolveLimits:
 
     def until(self, began: float) -> Until:
         """When what began then (`time.perf_counter`) ends, and what it has to be faster than."""
-        below_s = math.inf if self.certify else min(self.passable_s, self.found_s)
-        return Until(began + self.time_s, began + (1 if self.has_plan else LATE) * self.time_s, below_s)
+        below_s, known_s = (math.inf,) * 2 if self.certify else (min(self.passable_s, self.found_s), self.known_s)
+        return Until(began + self.time_s, began + (1 if self.has_plan else LATE) * self.time_s, below_s, known_s)
 
     def left_s(self, taken_s: float) -> float:
         """What is left of the time once so much was taken; a tenth at least, without which a next try finds nothing."""

@@ -54,6 +54,8 @@ NEARLY, TIME_S = 1e-3, 2.0
 """How near the best a choice of what waits elsewhere is, and the seconds a choice may take."""
 SLOW = 1.05
 """How much longer than the best a plan may promise to take and be made."""
+COMPUTED = 0.98
+"""Of what a plan computes, what it does after passes at least: they hide communication, and cast less often."""
 HIDDEN_SHARE = 0.05
 """What a second of copying beside compute counts against one of recomputing."""
 
@@ -165,7 +167,7 @@ def fit(
     """
     if until.below_s < math.inf:
         roomy = as_decided(job, decisions)
-        if roomy.simulation.step_s >= until.below_s:
+        if roomy.simulation.step_s >= until.below_s or COMPUTED * roomy.simulation.compute_s >= until.known_s:
             return Unfit(roomy.plan, float(roomy.peak_bytes), peak_instant(roomy), is_slow=True)
     kept = realise(job, decisions, limit_bytes)
     making = partial(realise, limit_bytes=limit_bytes, is_doubtful=True)
@@ -181,7 +183,8 @@ def fit(
                 break
             below_s = min((each.simulation.step_s for each in found if isinstance(each, Fitted)), default=math.inf)
             options, below_s = options_of(kept.plan, *way), min(below_s, until.below_s)
-            found.append(_Fitting(job, decisions, limit_bytes, kept, options, making, below_s).found())
+            fitting = _Fitting(job, decisions, limit_bytes, kept, options, making, below_s, until.known_s)
+            found.append(fitting.found())
     plans = [each for each in found if isinstance(each, Fitted)]
     if not plans and all(isinstance(each, Unfit) and each.is_slow for each in found):
         return found[0]
@@ -206,6 +209,7 @@ class _Fitting:
         kept: the plan that keeps everything.
         make: makes others.
         below_s: none is made that promises to take longer than so many seconds.
+        known_s: nor any that promises to compute for longer than so many.
     """
 
     job: Job
@@ -215,6 +219,7 @@ class _Fitting:
     options: Sequence[tuple[RematOption, ...]]
     make: Callable[[Job, Decisions], Realised]
     below_s: float = math.inf
+    known_s: float = math.inf
 
     def found(self) -> Fitted | Unfit:
         """With less and less saved until it fits; where that went in long strides, with more again."""
@@ -237,7 +242,7 @@ class _Fitting:
             following = self._chosen(allowed, spare) or full(self.job.program, self.options)
             if following == taken:
                 break
-            if self._promised_s(following) > SLOW * self.below_s:
+            if self._is_slow(following):
                 return Unfit(least.plan, float(least.peak_bytes), peak_instant(least), is_slow=True)
             taken = following
         return Unfit(least.plan, float(least.peak_bytes), peak_instant(least))
@@ -278,9 +283,12 @@ class _Fitting:
     def _saved(self, taken: tuple[int, ...]) -> float:
         return float(sum(option.saved_bytes for option in self._picked(taken)))
 
-    def _promised_s(self, taken: tuple[int, ...]) -> float:
-        added = added_s(self._picked(taken), self._times, self.decisions.num_microbatches)
-        return self.kept.simulation.step_s + added
+    def _is_slow(self, taken: tuple[int, ...]) -> bool:
+        """Whether a plan promises to take too long, or to compute for too long."""
+        count, kept = self.decisions.num_microbatches, self.kept.simulation
+        again_s = count * sum(option.extra_s for option in self._picked(taken))
+        promised_s = kept.step_s + added_s(self._picked(taken), self._times, count)
+        return promised_s > SLOW * self.below_s or COMPUTED * (kept.compute_s + again_s) >= self.known_s
 
     def _made(self, taken: tuple[int, ...]) -> Realised:
         activations = tuple(option.activations for option in self._picked(taken))

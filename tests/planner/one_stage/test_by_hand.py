@@ -15,7 +15,7 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
 from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.one_stage import one_stage_plans
-from paraplan.planner.one_stage.one_stage_plans import CHUNKED, NEARLY, OneStagePlans
+from paraplan.planner.one_stage.one_stage_plans import CHUNKED, SOLVED, OneStagePlans
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.search import find
@@ -55,7 +55,9 @@ def test_under_tight_memory_no_zero_level_that_keeps_everything_is_faster() -> N
         assert plan.prediction.step_s <= pinned.prediction.step_s * (1 + 1e-9), zero
 
 
-@pytest.mark.parametrize(("hoped", "binds"), [(1.0, True), (1.01, True), (1.04, True), (1.1, True), (1.0, False)])
+@pytest.mark.parametrize(
+    ("hoped", "binds"), [(1.0, True), (1.004, True), (1.01, True), (1.04, True), (1.1, True), (1.0, False)]
+)
 def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
     monkeypatch: pytest.MonkeyPatch, hoped: float, binds: bool
 ) -> None:
@@ -75,12 +77,25 @@ def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
     search.solve([], lambda draft: hoped if draft is alone else draft.step_s, 9.0, certify=False)
     solved = [(pins.dp, pins.zero, pins.mesh) for pins in tried]
     zero_3 = binds and hoped <= CHUNKED
-    assert solved == [(4, 3, None)] * zero_3 + [(None, None, (4,))] * (hoped <= NEARLY)
+    assert solved == [(4, 3, None)] * zero_3 + [(None, None, (4,))] * (hoped <= SOLVED)
     unmade = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempt, [best])
     unmade.plan_usual()
     tried.clear()
     unmade.solve([], lambda draft: draft.step_s, hoped, certify=False)
     assert [(pins.dp, pins.zero) for pins in tried] == [(4, 3)] * zero_3, "it was estimated"
+
+
+def test_zero_2_that_recomputes_nothing_is_planned_before_what_takes_longer_to_fit() -> None:
+    """On few meshes, where ZeRO-1 does not fit."""
+    tried = list[tuple[int | None, str | None]]()
+
+    def attempt(what: str, pins: Constraints, make: Callable[[], Draft]) -> float | None:
+        tried.append((pins.zero, pins.recompute))
+        return None if pins.zero == 1 else 1.0
+
+    search = OneStagePlans(zoo_job("gpt2", 4), Constraints(), Deadline(60.0), fail, attempt, [])
+    search.plan_usual()
+    assert tried == [(1, "none"), (2, "none"), (3, None), (2, None)]
 
 
 def test_what_was_hoped_of_drafts_that_were_estimated_and_of_others() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from paraplan.planner.assemble import Decisions
 from paraplan.planner.recompute import stage_recompute
 from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.recompute.stage_recompute import Fitted, _Fitting, added_s
+from paraplan.planner.recompute.stage_recompute import COMPUTED, Fitted, _Fitting, added_s
 
 SEGMENTS, LIMIT = 20, 110
 OPTIONS = ((RematOption((), 10, 0.0), RematOption(("v",), 0, 0.1)),)
@@ -30,18 +29,21 @@ class _Made:
         self.saved, self.peak_bytes, self.over_bytes = saved, _peak_bytes(saved), dict[str, int]()
         trace = SimpleNamespace(spans=(), compute_s=3.0)
         step_s = 5.0 - saved / 100
-        self.simulation = SimpleNamespace(traces=[trace], busiest=0, step_s=step_s, tier_peak_bytes={})
+        self.simulation = SimpleNamespace(
+            traces=[trace], busiest=0, step_s=step_s, compute_s=step_s - 1.0, tier_peak_bytes={}
+        )
         self.plan = self
 
 
-def _fitting(made: list[int], below_s: float = math.inf) -> _Fitting:
+def _fitting(made: list[int], **limits: float) -> _Fitting:
     def make(job: Any, decisions: Decisions) -> Any:
         made.append(10 * sum(not each for each in decisions.activations))
         return _Made(made[-1])
 
     program = SimpleNamespace(segments=[SimpleNamespace(kind=0)] * SEGMENTS)
     decisions = Decisions(None, 1, (), (), (), {})  # type: ignore[arg-type]
-    return _Fitting(SimpleNamespace(program=program), decisions, LIMIT, _Made(200), OPTIONS, make, below_s)  # type: ignore[arg-type]
+    given: Any = SimpleNamespace(program=program), decisions, LIMIT, _Made(200), OPTIONS, make
+    return _Fitting(*given, **limits)
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +66,17 @@ def test_what_promises_to_be_slow_is_not_made() -> None:
     found = _fitting(made, below_s=3.0).found()
     assert not isinstance(found, Fitted) and found.is_slow and not made
     assert isinstance(_fitting(made, below_s=9.0).found(), Fitted)
+
+
+def test_what_computes_for_longer_than_a_known_plan_takes_is_not_made() -> None:
+    """Passes hide what it waits for; what is computed, and made again, is not less for them."""
+    made = list[int]()
+    kept = _fitting(made).kept.simulation
+    again_s = OPTIONS[0][1].extra_s * (SEGMENTS - LIMIT // 10)
+    found = _fitting(made, known_s=COMPUTED * (kept.compute_s + again_s)).found()
+    assert not isinstance(found, Fitted) and found.is_slow and not made
+    assert kept.compute_s + again_s < kept.step_s, "which it waits for might be hidden"
+    assert isinstance(_fitting(made, known_s=kept.compute_s + 0.1 * SEGMENTS).found(), Fitted)
 
 
 def test_promised_seconds_count_what_copies_wait_for() -> None:
