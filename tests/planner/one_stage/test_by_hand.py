@@ -95,7 +95,7 @@ def test_zero_2_that_recomputes_nothing_is_planned_before_what_takes_longer_to_f
 
     search = OneStagePlans(zoo_job("gpt2", 4), Constraints(), Deadline(60.0), fail, attempt, [])
     search.plan_usual()
-    assert tried == [(1, "none"), (2, "none"), (3, None), (2, None)]
+    assert tried[:4] == [(1, "none"), (2, "none"), (3, None), (2, None)]
 
 
 def test_what_was_hoped_of_drafts_that_were_estimated_and_of_others() -> None:
