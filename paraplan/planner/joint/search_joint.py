@@ -147,7 +147,7 @@ class JointSearch:
             self._make_fastest()
             self._prolong()
             alone_s = min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
-            alone.solve(self.roomless, self._hoped_of, alone_s, certify and self._proof is None)
+            alone.solve(self.roomless, self._hoped_of, alone_s, certify, self._proof is not None)
             alone.plan_by_hand()
             self._order_anew()
             self.drafts = self.drafts or self.roomless  # for which room is to be made

@@ -109,7 +109,12 @@ class OneStagePlans:
             fits(2, recompute)
 
     def solve(
-        self, roomless: Sequence[Draft], hoped_s: Callable[[Draft], float], alone_s: float, certify: bool
+        self,
+        roomless: Sequence[Draft],
+        hoped_s: Callable[[Draft], float],
+        alone_s: float,
+        certify: bool,
+        is_bounded: bool = False,
     ) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best or nearly so, or was to be, allocators having room for
@@ -121,6 +126,7 @@ class OneStagePlans:
             hoped_s: the step that a draft was estimated at, or came to if that is less.
             alone_s: the shortest step that one stage was estimated at, whether it was made or not.
             certify: whether to bound what is found.
+            is_bounded: whether plans on meshes of one and two axes are bounded together with pipelines.
         """
         n = self.job.cluster.num_devices
         for degrees in self._divided(n) if self.is_tight else ():
@@ -128,9 +134,11 @@ class OneStagePlans:
                 self._fits(self.make, None, **degrees)
         if is_piped(self.constraints) or self._has_ended:
             return
-        best = min(self.drafts, key=step_s, default=None)
-        if best is None or len(candidate_meshes(self.job, self.constraints)) <= MESHES:
-            self.attempt("one stage", self.constraints, partial(self.make, self.constraints, certify))
+        best, meshes = min(self.drafts, key=step_s, default=None), candidate_meshes(self.job, self.constraints)
+        if best is None or len(meshes) <= MESHES:
+            others = any(len(mesh.shape) > 2 for mesh in meshes)
+            make = partial(self.make, self.constraints, certify and (others or not is_bounded))
+            self.attempt("one stage", self.constraints, make)
             return
         alone = [draft for draft in (*self.drafts, *roomless) if len(draft.sample.stages) == 1]
         nearest = min(alone, key=hoped_s, default=None)
@@ -146,7 +154,7 @@ class OneStagePlans:
         if meshes_free(self.constraints):
             pinned = msgspec.structs.replace(pinned, mesh=mesh)
         what = f"one stage, solved on mesh {'x'.join(map(str, mesh))}"
-        self.attempt(what, pinned, partial(self.make, pinned, certify))
+        self.attempt(what, pinned, partial(self.make, pinned, certify and not is_bounded))
 
     def plan_by_hand(self) -> None:
         """What people lay out by hand on few devices, where one stage is the best or nearly so and time is left: tensor

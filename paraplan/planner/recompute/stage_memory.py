@@ -29,7 +29,7 @@ from paraplan.ir.machine.rank_groups import group_of_class, holdings
 from paraplan.ir.plan import Plan
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.recompute.stage_recompute import choose
+from paraplan.planner.recompute.option_choice import choose
 from paraplan.planner.schedules.order_memory import Instants, at_fullest, instants_of, most_held
 
 ROUNDS, LAST = 8, 3

@@ -1,17 +1,7 @@
 """Which segments of a stage recompute what, and whose values wait elsewhere, so that the step fits.
 
-Every instance of a kind takes one of the kind's options (`kinds`: bytes saved on the device against seconds recomputed,
-and against seconds of copying and bytes elsewhere). Memory is fullest at the loss, where everything saved is alive.
-Equal segments are interchangeable, so what is chosen is how many of each kind take each option, n[k, o]:
-
-    minimise   sum n[k, o] · extra_s[k, o] + stalls away + stalls back
-    such that  sum over o of n[k, o] = instances of k,   sum n[k, o] · saved_bytes[k, o] <= what fits
-               per tier: sum n[k, o] · away_bytes[k, o] <= its room,
-               sum n[k, o] · copy_s[k, o] <= compute of the forwards + stalls away, and of the backwards + stalls back
-
-a small integer program, solved exactly, or within a thousandth of its seconds where values may wait elsewhere: the rest
-takes a hundred times as long to prove. The first segments of a kind take the leanest options: what they save lives
-longest. The plan is then lowered and simulated; what is still too much is taken from what fits, until nothing is.
+Every instance of a kind takes one of the kind's options (`kind_options`; `option_choice` chooses). The plan is then
+lowered and simulated; what is still too much is taken from what fits, until nothing is.
 
 Limits: what recomputing and copies under way hold for a moment is found by the simulation alone, and then charged to
 every instance; where in a phase copies fall is not seen, so the simulator decides between ways.
@@ -20,7 +10,6 @@ every instance; where in a phase copies fall is not seen, so the simulator decid
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -28,10 +17,9 @@ from functools import cached_property, partial
 from paraplan.cost_models.predict import plan_costs
 from paraplan.cost_models.realised_plan import Realised
 from paraplan.cost_models.simulator.rank_trace import Simulation
-from paraplan.ir.execution.streams import COMPUTE
 from paraplan.ir.machine.mesh import local_shape
 from paraplan.ir.model.graph import Phase
-from paraplan.ir.model.program import Program, SegmentKind
+from paraplan.ir.model.program import SegmentKind
 from paraplan.ir.model.strides import is_dense
 from paraplan.ir.plan import Plan
 from paraplan.lowering.blocks.forward import LoweredForward
@@ -43,21 +31,17 @@ from paraplan.planner.evaluate_plan import as_decided, gave_up, realise
 from paraplan.planner.recompute.inputs_held import held_shares, with_inputs
 from paraplan.planner.recompute.kind_options import RematOption, away_options, kind_options
 from paraplan.planner.recompute.local_storages import Storages, storages_of
+from paraplan.planner.recompute.option_choice import added_s, choose, full, phase_seconds
 from paraplan.planner.recompute.presets import preset_fates
 from paraplan.planner.sharding.instants import Instant, peak_instant
-from paraplan.planner.solvers.milp import MilpBuilder, solve
 
 ROUNDS, HALVINGS = 12, 2
 """Plans simulated before giving up; how often what is saved is looked for between too much and what fits."""
 
-NEARLY, TIME_S = 1e-3, 2.0
-"""How near the best a choice of what waits elsewhere is, and the seconds a choice may take."""
 SLOW = 1.05
 """How much longer than the best a plan may promise to take and be made."""
 COMPUTED = 0.98
 """Of what a plan computes, what it does after passes at least: they hide communication, and cast less often."""
-HIDDEN_SHARE = 0.05
-"""What a second of copying beside compute counts against one of recomputing."""
 
 
 @dataclass(frozen=True)
@@ -303,101 +287,3 @@ class _Fitting:
         each = (option.extra_s + 2 * option.copy_s for option in self._picked(taken))
         extra = sum(each) * self.decisions.num_microbatches
         return Fitted(made.plan, made.simulation, extra, peak_instant(made))
-
-
-def phase_seconds(simulation: Simulation) -> tuple[float, float]:
-    """Seconds of compute in the forwards and in the backwards of a step; a third and two thirds where they are not told
-    apart, as of a step carried on from its first microbatches."""
-    trace, busy = simulation.traces[simulation.busiest], {"F": 0.0, "B": 0.0}
-    if not trace.spans:
-        return trace.compute_s / 3, trace.compute_s * 2 / 3
-    for span in trace.spans:
-        if span.stream == COMPUTE and span.phase in busy:
-            busy[span.phase] += span.busy_s
-    return busy["F"], busy["B"]
-
-
-def added_s(picked: Sequence[RematOption], times: tuple[float, float], num_microbatches: int) -> float:
-    """Seconds of recomputing, and of waiting for copies that compute does not hide.
-
-    Args:
-        picked: options, one per segment.
-        times, num_microbatches: as of `choose`.
-    """
-    copy_s = dict.fromkeys((option.tier for option in picked), 0.0)
-    for option in picked:
-        copy_s[option.tier] += option.copy_s * num_microbatches
-    stalled_s = sum(max(0.0, taken_s - seconds) for taken_s in copy_s.values() for seconds in times)
-    return sum(option.extra_s for option in picked) * num_microbatches + stalled_s
-
-
-def full(program: Program, options: Sequence[tuple[RematOption, ...]]) -> tuple[int, ...]:
-    """Every segment at its leanest."""
-    return tuple(len(options[segment.kind]) - 1 for segment in program.segments)
-
-
-def choose(
-    program: Program,
-    options: Sequence[tuple[RematOption, ...]],
-    allowed_bytes: float,
-    rooms: Mapping[str, float] | None = None,
-    times: tuple[float, float] = (0.0, 0.0),
-    num_microbatches: int = 1,
-    instants: Sequence[tuple[float, float]] = ((1.0, 0.0),),
-) -> tuple[int, ...] | None:
-    """Per segment, its option: the fewest seconds that hold at most so many bytes in all; None: impossible.
-
-    Args:
-        program: whose segments.
-        options: per kind.
-        allowed_bytes: on the device.
-        rooms: bytes of every tier.
-        times: seconds of compute that copies away, and copies back, can hide behind.
-        num_microbatches: how often a step passes every segment.
-        instants: at which no more may be held: how often what is saved, and what waits between the halves of a
-            backward.
-    """
-    count = Counter(segment.kind for segment in program.segments)
-    keys = [(kind, at) for kind in count for at in range(len(options[kind]))]
-    picked = [options[kind][at] for kind, at in keys]
-    builder = MilpBuilder()
-    # Copies that are hidden are not free, lest there be more than it takes.
-    costs = [(option.extra_s + HIDDEN_SHARE * option.copy_s) * num_microbatches for option in picked]
-    scale = max(1e-12, *costs, *times)
-    builder.add_columns(
-        len(keys), upper=[count[kind] for kind, _ in keys], integer=True, objective=[cost / scale for cost in costs]
-    )
-    for kind, instances in count.items():
-        columns = [column for column, key in enumerate(keys) if key[0] == kind]
-        builder.add_row(columns, [1.0] * len(columns), lower=instances, upper=instances)
-    unit = max(1.0, *(options[kind][0].saved_bytes for kind in count))
-    for saved, deferred in instants:
-        held = [saved * option.saved_bytes + deferred * option.deferred_bytes for option in picked]
-        builder.add_row(range(len(keys)), [each / unit for each in held], upper=allowed_bytes / unit)
-    for tier, room in sorted((rooms or {}).items()):
-        there = [column for column, option in enumerate(picked) if option.tier == tier]
-        if not there:
-            continue
-        builder.add_row(there, [picked[column].away_bytes / unit for column in there], upper=room / unit)
-        for seconds in times:
-            stalled = builder.add_columns(1, objective=1.0)
-            copied = [-picked[column].copy_s * num_microbatches / scale for column in there]
-            builder.add_row([*there, stalled], [*copied, 1.0], lower=-seconds / scale)
-    found = solve(builder.build(), time_limit_s=TIME_S, relative_gap=NEARLY if any(o.tier for o in picked) else 1e-9)
-    if found.values is None:
-        return None
-    taken = {key: round(value) for key, value in zip(keys, found.values, strict=False)}
-    leanest = {
-        kind: [
-            at
-            for at in sorted(range(len(options[kind])), key=lambda at: _first(options[kind][at], at))
-            for _ in range(taken[kind, at])
-        ]
-        for kind in count
-    }
-    return tuple(leanest[segment.kind].pop(0) for segment in program.segments)
-
-
-def _first(option: RematOption, at: int) -> tuple[int, int, int]:
-    """What the first segments of a kind take: what they save lives longest, and what is away has longest to return."""
-    return option.saved_bytes, -option.away_bytes, -at

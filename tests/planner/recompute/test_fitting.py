@@ -11,7 +11,8 @@ import pytest
 from paraplan.planner.assemble import Decisions
 from paraplan.planner.recompute import stage_recompute
 from paraplan.planner.recompute.kind_options import RematOption
-from paraplan.planner.recompute.stage_recompute import COMPUTED, Fitted, _Fitting, added_s
+from paraplan.planner.recompute.option_choice import added_s
+from paraplan.planner.recompute.stage_recompute import COMPUTED, Fitted, _Fitting
 
 SEGMENTS, LIMIT = 20, 110
 OPTIONS = ((RematOption((), 10, 0.0), RematOption(("v",), 0, 0.1)),)

@@ -12,7 +12,7 @@ from paraplan.ir.model.program import SegmentKind
 from paraplan.ir.model.tensor import TensorSpec
 from paraplan.lowering.blocks.remat import RECOMPUTE, recomputable, remat_of
 from paraplan.planner.recompute.kind_options import MOST_AWAY, RematOption, away_options, kind_options
-from paraplan.planner.recompute.stage_recompute import HIDDEN_SHARE, choose
+from paraplan.planner.recompute.option_choice import HIDDEN_SHARE, choose
 
 
 def random_kind(seed: int, num_ops: int = 8) -> SegmentKind:
