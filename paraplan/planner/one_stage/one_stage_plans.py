@@ -92,9 +92,10 @@ class OneStagePlans:
     def _plan_data_parallel(self, n: int) -> None:
         known = len(self.drafts)
 
-        def fits(zero: int, recompute: str | None = "none") -> bool:
+        def fits(zero: int, recompute: str | None = "none", again: bool = True) -> bool:
             late = len(self.drafts) > known and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
-            return not late and self._fits(partial(self.make, again=not self.drafts), recompute, dp=n, zero=zero)
+            make = partial(self.make, again=again and not self.drafts)
+            return not late and self._fits(make, recompute, dp=n, zero=zero)
 
         # Where something is known, so is that memory binds without what may leave devices here.
         if not known and fits(1) and self.drafts[-1].sample.num_microbatches == (self.constraints.microbatches or 1):
@@ -103,7 +104,7 @@ class OneStagePlans:
             return
         self.is_tight = len(candidate_meshes(self.job, self.constraints)) <= MESHES
         if self.is_tight:  # what recomputes is fitted, which takes longer
-            fits(2)
+            fits(2, again=False)
         recompute = None if self.is_tight else "none"
         if fits(3, recompute):  # which holds least
             fits(2, recompute)

@@ -87,15 +87,15 @@ def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
 
 def test_zero_2_that_recomputes_nothing_is_planned_before_what_takes_longer_to_fit() -> None:
     """On few meshes, where ZeRO-1 does not fit."""
-    tried = list[tuple[int | None, str | None]]()
+    tried = list[tuple[int | None, str | None, bool]]()
 
-    def attempt(what: str, pins: Constraints, make: Callable[[], Draft]) -> float | None:
-        tried.append((pins.zero, pins.recompute))
+    def attempt(what: str, pins: Constraints, make: Any) -> float | None:
+        tried.append((pins.zero, pins.recompute, make.keywords["again"]))
         return None if pins.zero == 1 else 1.0
 
     search = OneStagePlans(zoo_job("gpt2", 4), Constraints(), Deadline(60.0), fail, attempt, [])
     search.plan_usual()
-    assert tried[:4] == [(1, "none"), (2, "none"), (3, None), (2, None)]
+    assert tried[:4] == [(1, "none", True), (2, "none", False), (3, None, True), (2, None, True)]
 
 
 def test_what_was_hoped_of_drafts_that_were_estimated_and_of_others() -> None:
