@@ -55,8 +55,7 @@ class PackedEstimate:
 
     def estimate(self, pricing: Pricing) -> Estimate:
         """It, with its job, its combination being priced as it was."""
-        own, *others = (each.prices(pricing) for each in (self.prices, *self.others))
-        pricing.prices.setdefault(pricing.kind(self.combination), (own, *others))
+        own, *_ = [each.at_hand(pricing, self.combination) for each in (self.prices, *self.others)]
         return self.numbers.priced(self.combination, own)
 
 

@@ -132,11 +132,7 @@ def _own(
 def _batch(
     pricing: Pricing, batch: Sequence[tuple[Combination, StagePrices]], faults: list[ParaplanError], share: float
 ) -> list[Estimate]:
-    tasks = []
-    for combination, prices in batch:
-        known = pricing.of(combination)
-        at = next(number for number, each in enumerate(known) if each is prices)
-        tasks.append((combination, at, tuple(map(Packed.of, known)), share))
+    tasks = [(combination, Packed.of(prices), share) for combination, prices in batch]
     if pricing.workers is None:
         made = [numbers_of(pricing, *task) for task in tasks]
     else:
@@ -151,7 +147,7 @@ def _batch(
 
 
 def numbers_of(
-    pricing: Pricing, combination: Combination, at: int, known: tuple[Packed, ...], share: float = 1.0
+    pricing: Pricing, combination: Combination, packed: Packed, share: float = 1.0
 ) -> EstimateNumbers | str | None:
     """What a combination comes to, of this process or another; None where its stages cannot be cut, and why where it
     is not estimated.
@@ -159,13 +155,10 @@ def numbers_of(
     Args:
         pricing: of its positions.
         combination: which.
-        at: the number of its prices.
-        known: all that were priced for it.
+        packed: its prices.
         share: of the budget, what it is to hold at most.
     """
-    if len(pricing.of(combination)) < len(known):
-        pricing.prices[pricing.kind(combination)] = tuple(each.prices(pricing) for each in known)
-    prices = pricing.of(combination)[at]
+    prices = packed.at_hand(pricing, combination)
     pricer = Pricer(pricing.job.cluster, int(share * pricing.budget), pricing.constraints.stages)
     try:
         found = pricer.estimate(combination, prices, pricing.mesh_shape(combination, prices.shape))

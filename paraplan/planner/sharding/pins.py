@@ -92,8 +92,10 @@ class Pins:
             kind, position: the op: its kind, and its place in the joint graph.
             strategy: in question.
         """
-        if self.samples is not None and not self._divides_samples(self.samples, kind, position, strategy):
-            return False
+        if self.samples is not None:
+            batch_axis = self.samples.segments[self._first(kind)].choices[position]
+            if not divides_samples(strategy, batch_axis):
+                return False
         if self.along is None:
             return True
         parts, batch = axis_texts(strategy.key), self._along(kind)[position]
@@ -113,12 +115,6 @@ class Pins:
     def _first(self, kind: SegmentKind) -> int:
         """The first segment of a kind."""
         return next(i for i, s in enumerate(self.program.segments) if self.program.kinds[s.kind] is kind)
-
-    def _divides_samples(self, samples: ProgramMicro, kind: SegmentKind, position: int, strategy: Strategy) -> bool:
-        """Whether an op divides, along the first axis, all that it reads and makes that carries samples."""
-        batch = samples.segments[self._first(kind)].choices[position]
-        pairs = *zip(batch.inputs, strategy.inputs, strict=True), *zip(batch.outputs, strategy.computed, strict=True)
-        return all(isinstance(layout[0], Shard) for along, layout in pairs if isinstance(along, Shard) and layout)
 
     def _tensor(self, kind: SegmentKind, position: int, strategy: Strategy, part: str, batch: str) -> bool:
         op = kind.graph.ops[position]
@@ -192,6 +188,17 @@ class Pins:
         if self.cp >= 0 and layout[self.cp] != batch_placement(self.program, name):
             return False
         return self.tp < 0 or layout[self.tp] == R
+
+
+def divides_samples(strategy: Strategy, along: AxisChoice) -> bool:
+    """Whether an op divides, along the first axis, all that it reads and makes that carries samples.
+
+    Args:
+        strategy: on a mesh, with or without the microbatch axis in front.
+        along: what the op does along a batch axis.
+    """
+    pairs = *zip(along.inputs, strategy.inputs, strict=True), *zip(along.outputs, strategy.computed, strict=True)
+    return all(isinstance(layout[0], Shard) for batch, layout in pairs if isinstance(batch, Shard) and layout)
 
 
 def _casts_param(kind: SegmentKind, position: int) -> bool:

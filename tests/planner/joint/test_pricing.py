@@ -294,3 +294,34 @@ def test_one_stage_is_estimated_whatever_pipelines_promise(monkeypatch: pytest.M
     job = zoo_job("gpt2", 2)
     found = estimate_best(_pricing(job), combinations(job, FREE), math.inf, [])
     assert [each.combination.pp for each in found] == [1]
+
+
+class _Tables(nn.Module):
+    """A table of embeddings that is most of a model, whose gradient nobody would add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(1 << 20, 256), nn.Linear(256, 256)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.head(self.table(ids))).pow(2).mean()
+
+
+def test_what_does_not_divide_samples_is_for_its_own_mesh_alone() -> None:
+    with torch.device("meta"):
+        program = capture(_Tables(), {"ids": torch.zeros(1 << 12, dtype=torch.int64)}, precision="fp32")
+    job = Job(program, parse_cluster("8xA100-80:4"), OPTIMIZERS["adamw"], ModelRef(display="tables"), {})
+    pricing = _pricing(job)
+    assert not pricing.divides_at_ease and _pricing(replace(_large(), cluster=job.cluster)).divides_at_ease
+    listed = [each for each in combinations(job, FREE) if pricing.is_wide(each)]
+    pricing.price_all(listed)
+    priced = [each for each in listed if pricing.kind(each) in pricing.prices]
+    every = {id(prices) for each in priced for prices in pricing.prices[pricing.kind(each)]}
+    assert every and all(pricing.of(each) for each in priced), "in samples"
+    narrow = set[int]()
+    for combination in priced:
+        for prices in pricing.of(combination):
+            if not prices.sharding.divides_samples:
+                assert prices.shape == combination.mesh
+                narrow.add(id(prices))
+    assert narrow, "of less work"

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 
+from paraplan.ir.errors import ParaplanError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.prices.pricing_order import Kind, way_of
+from paraplan.planner.joint.prices.sharding_front import least_work_s
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
+from paraplan.rules.time_axis import splittable
 
+USUAL = 16
+"""Microbatches, or near as many, at which shardings are chosen: what a step does once does not count for more than in
+a pipeline, where it goes on beside other microbatches."""
+EASE = 0.02
+"""How much more work dividing samples may be than what is the least of all."""
 NARROW = 16
 """Devices up to which widths differ little, and one stage is solved on every mesh."""
 
@@ -49,6 +58,21 @@ class Positions:
         first axis, where every rank has some. A layer's tensors divided along it would take longer on more ranks."""
         _, axes, _, samples = self.kind(combination)
         return self.constraints.pp is None and axes > 0 and samples >= 1 and self.job.cluster.num_devices > NARROW
+
+    @cached_property
+    def divides_at_ease(self) -> bool:
+        """Whether dividing all that carries samples along an axis is no more work than anything else is, or hardly: not
+        where a table of embeddings is most of a model. On the devices of a node, in microbatches near `USUAL`."""
+        job, node = self.job, min(group.devices_per_node for group in self.job.cluster.groups)
+        width = max(size for size in range(1, node + 1) if node % size == 0 and job.program.batch_size % size == 0)
+        counts = [m for m in range(1, USUAL + 1) if job.program.batch_size % (m * width) == 0]
+        count = next((m for m in reversed(counts) if splittable(job.program, m)), 1)
+        try:
+            part, inner, mesh = self.position(Combination(job.cluster.num_devices // width, (width,), count, "1f1b", 1))
+            free_s, wide_s = (least_work_s(part, mesh, count, inner, is_wide) for is_wide in (False, True))
+        except ParaplanError:
+            return True
+        return wide_s <= (1 + EASE) * free_s
 
     def way_of(self, combination: Combination) -> tuple[object, float]:
         """Of the kind, what it has in common with those of other samples, and its samples."""

@@ -26,7 +26,7 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.joint.closed_form import ClosedForm
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.prices.positions import Positions
+from paraplan.planner.joint.prices.positions import USUAL, Positions
 from paraplan.planner.joint.prices.pricing_order import Kind, Way, in_turn, steps_of, usual_samples, ways_of
 from paraplan.planner.joint.prices.sharding_front import is_priced, priced_front
 from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
@@ -50,9 +50,6 @@ LEAN_GAP = 2e-2
 """Likewise of one that is to keep no more than so much."""
 SMALL = 16
 """Devices up to which positions of one are priced first."""
-USUAL = 16
-"""Microbatches, or near as many, at which shardings are chosen: what a step does once does not count for more than in
-a pipeline, where it goes on beside other microbatches."""
 ENOUGH = 0.35
 """Of a device's room: where a sharding keeps no more in any pipeline, none that keeps less is looked for."""
 HIRED_S = 2.0
@@ -89,8 +86,13 @@ class Pricing(Positions):
     _has_fitting: bool = False
 
     def of(self, combination: Combination) -> tuple[StagePrices, ...]:
-        """What was priced for a combination."""
-        return self.prices.get(self.kind(combination), ())
+        """What was priced for a combination: on its own mesh, and what takes as long on one of any width."""
+        known, is_wide = self.prices.get(self.kind(combination), ()), self.is_wide(combination)
+        return tuple(each for each in known if not is_wide or self._is_there(combination, each))
+
+    def _is_there(self, combination: Combination, prices: StagePrices) -> bool:
+        """Whether prices are of a combination's own mesh, or of any width."""
+        return prices.shape == self.mesh_shape(combination, prices.shape) or prices.sharding.divides_samples
 
     def price_all(self, listed: Sequence[Combination], best_s: float = math.inf, rivals: bool = True) -> None:
         """Price what combinations need: of all inner axes the fewest samples first, and more as long as they pay.
@@ -167,7 +169,9 @@ class Pricing(Positions):
         may_win = is_leanest and (1 + TIGHT) * weightless_s < min(least) and weightless_s <= (1 + TIGHT) * best_s
         if math.isinf(min(least)) or may_win:
             return ()
-        near = (each for each, s in zip(way.priced, least, strict=True) if s <= (1 + TIGHT) * min(least))
+        near = [each for each, s in zip(way.priced, least, strict=True) if s <= (1 + TIGHT) * min(least)]
+        if self.is_wide(combinations[0]) and not any(each.sharding.divides_samples for each in near):
+            return ()
         return tuple(each.sharding.decisions for each in near)
 
     def price_own(self, combinations: Sequence[Combination], best_s: float = math.inf) -> list[StagePrices]:
@@ -195,8 +199,7 @@ class Pricing(Positions):
     def _is_known(self, combination: Combination, combinations: Sequence[Combination]) -> bool:
         """Whether another search has priced it in this process, for as many positions."""
         try:
-            where = self.position(combination)
-            return is_priced(*where, combination.microbatches, _fewest(combinations), self.is_wide(combination))
+            return is_priced(*self.position(combination), combination.microbatches, _fewest(combinations))
         except ConstraintError:
             return False
 
@@ -251,11 +254,12 @@ class Pricing(Positions):
             self.faults.append(fault)
             return ()
         found.sort(key=lambda each: sum(each.seconds))
-        leaner, least, fewest = list[StagePrices](), math.inf, _fewest(combinations)
+        leaner, least, fewest = list[StagePrices](), {False: math.inf, True: math.inf}, _fewest(combinations)
         for each in found:
             kept = each.kept_bytes(each.shape) + fewest * each.saved_bytes
-            if kept < least:
-                least = kept
+            ways = [False, True] if self.is_wide(combination) and each.sharding.divides_samples else [False]
+            if any(kept < least[way] for way in ways):
+                least |= {way: min(least[way], kept) for way in ways}
                 leaner.append(each)
         return tuple(leaner)
 
@@ -271,8 +275,19 @@ class Pricing(Positions):
         self, combination: Combination, combinations: Sequence[Combination], best_s: float
     ) -> list[StagePrices]:
         """Prices of shardings of least work, and of such as keep less and less as long as that may pay; what there is
-        where the next cannot be found."""
-        found, fewest, is_wide = list[StagePrices](), _fewest(combinations), self.is_wide(combination)
+        where the next cannot be found. Where positions of other widths share them, of such as divide all that carries
+        samples along the first axis, and of others where these are the less work on all devices."""
+        if not self.is_wide(combination):
+            return self._front(combination, combinations, best_s)
+        wide = self._front(combination, combinations, best_s, is_wide=True)
+        known = [_layouts(each.sharding.decisions) for each in wide]
+        more = [] if self.divides_at_ease else self._front(combination, combinations, best_s)
+        return wide + [each for each in more if _layouts(each.sharding.decisions) not in known]
+
+    def _front(
+        self, combination: Combination, combinations: Sequence[Combination], best_s: float, is_wide: bool = False
+    ) -> list[StagePrices]:
+        found, fewest = list[StagePrices](), _fewest(combinations)
         part, inner, mesh = self.position(combination)
         limits = SolveLimits(
             time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
@@ -332,6 +347,22 @@ class Packed:
     def of(prices: StagePrices) -> Packed:
         """Some prices."""
         return Packed(prices.sharding.decisions, prices.sharding.options, prices.numbers)
+
+    def at_hand(self, pricing: Pricing, combination: Combination) -> StagePrices:
+        """The prices as a process knows them, from now on at least.
+
+        Args:
+            pricing: the process' own.
+            combination: that they are of.
+        """
+        kind = pricing.kind(combination)
+        known = pricing.prices.get(kind, ())
+        own = self.decisions.mesh.shape, self.numbers
+        found = next((each for each in known if (each.shape, each.numbers) == own), None)
+        if found is None:
+            found = self.prices(pricing)
+            pricing.prices[kind] = (*known, found)
+        return found
 
     def prices(self, pricing: Pricing) -> StagePrices:
         """The prices, of the job that another process prices: on the devices that they were found for, which may be

@@ -25,6 +25,9 @@ LESS, AS_QUICK = 0.03, 0.002
 no more work than by the second, else the quicker. What little it keeps less may all be in one segment, the head or an
 embedding, whose position is then the one that is short of memory."""
 
+LEAST_S, NEAR_LEAST = 5.0, 1e-2
+"""Seconds for the least work, and how near it is enough."""
+
 
 def front(
     job: Job,
@@ -77,6 +80,16 @@ def front(
     yield from (decisions for _, decisions in waiting)
 
 
+def least_work_s(part: Job, mesh: Mesh, num_microbatches: int, inner: Constraints, is_wide: bool) -> float:
+    """What a sharding works for at least, on all streams together; infinite where there is none.
+
+    Args:
+        part, mesh, num_microbatches, inner, is_wide: as of `priced_front`.
+    """
+    network = formulate(problem_of(part, mesh, num_microbatches, inner, is_wide)).network
+    return optimise(network, LEAST_S, NEAR_LEAST).objective
+
+
 def with_price(network: Network, held: Row, per_byte: float) -> Network:
     """The network whose first stream has a price on what is held as well.
 
@@ -120,13 +133,13 @@ def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, fly
     return Same(part.program), Same(part.profile), data
 
 
-def is_priced(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int, is_wide: bool) -> bool:
+def is_priced(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int) -> bool:
     """Whether another search has begun to price this front in this process.
 
     Args:
-        part, inner, mesh, microbatches, flying, is_wide: as of `priced_front`.
+        part, inner, mesh, microbatches, flying: as of `priced_front`.
     """
-    return _front_key(part, inner, mesh, microbatches, flying, is_wide) in _FRONTS
+    return _front_key(part, inner, mesh, microbatches, flying, False) in _FRONTS
 
 
 def priced_front(

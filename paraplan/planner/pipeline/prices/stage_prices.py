@@ -26,6 +26,7 @@ import msgspec
 from paraplan.ir.errors import InvalidPlanError
 from paraplan.ir.machine.mesh import Layout
 from paraplan.ir.plan import Plan
+from paraplan.lowering.blocks.forward import chosen_strategies
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.passes.overlap_products import boundary_layouts
 from paraplan.planner.pipeline.cuts.stage_cuts import ChainMemory, chain_memory, cut_evenly
@@ -34,7 +35,8 @@ from paraplan.planner.pipeline.prices.stage_timing import cut_plan, few_microbat
 from paraplan.planner.pipeline.prices.stage_totals import KeptBytes, Totals
 from paraplan.planner.recompute.kind_options import RematOption
 from paraplan.planner.recompute.stage_recompute import held_options
-from paraplan.rules.time_axis import program_micro
+from paraplan.planner.sharding.pins import divides_samples
+from paraplan.rules.time_axis import program_micro, smallest_divisor
 
 SHARES = 16
 """Shares of microbatches between the halves of a backward that are told apart."""
@@ -68,6 +70,30 @@ class Sharding:
     def boundary(self) -> dict[str, Layout]:
         """Layouts, on the extended mesh, that values between segments are made in."""
         return boundary_layouts(self.whole, program_micro(self.job.program, self.whole.num_microbatches).segments)
+
+    @cached_property
+    def divides_samples(self) -> bool:
+        """Whether all that carries samples is divided along the first axis: what a sample takes is then the same on an
+        axis of any width."""
+        program, (stage,) = self.job.program, self.whole.stages
+        batch_axis = program_micro(program, smallest_divisor(program.batch_size), in_space=True)
+        micro = program_micro(program, self.whole.num_microbatches)
+        first = {segment.kind: at for at, segment in reversed(list(enumerate(program.segments)))}
+        return all(
+            divides_samples(strategy, along)
+            for kind, at in first.items()
+            for strategy, along in zip(
+                chosen_strategies(
+                    program.kinds[kind],
+                    stage.choices[stage.segment_choice[at]],
+                    micro.segments[at],
+                    stage.mesh.shape,
+                    self.whole.num_shares,
+                ),
+                batch_axis.segments[at].choices,
+                strict=True,
+            )
+        )
 
     @cached_property
     def options(self) -> tuple[tuple[RematOption, ...], ...]:
