@@ -64,7 +64,7 @@ ENOUGH = 0.02
 """How much slower than the first a plan may be for no other microbatches to be searched."""
 LATE = 2
 """Searches begun after the time is over."""
-RESORTS = 2
+RESORTS = 4
 """Plans that need least memory which are made however late it is, where nothing else was found."""
 STRIDE = 0.002
 """Of the bytes alive, how many fewer the first of these searches is for at least, and the next for twice as many: what

@@ -3,9 +3,10 @@
 All parameters and states are sharded over all devices, all activations are made again, and the step takes as many
 microbatches as it may: by data-parallel ranks (ZeRO-3), by tensor- and sequence-parallel ones, or by both. With that
 pinned, a plan of one stage is one small problem, solved in about a second. Where states and parameters may leave the
-device they do. Little else holds less. Where segments are small, one made again may be more than what all of them save,
-and gradients that add up more than microbatches save, so that the same degrees follow with these left open (`divided`).
-Where none fits, a search is given up.
+device they do. Little else holds less. Where segments are small, or one is most of what is held (a head, its large
+vocabulary), one made again may be more than what all of them save: each is followed by the same with nothing made again.
+Gradients that add up may be more than microbatches save, so that the same degrees follow with all of this left open
+(`divided`). Where none fits, a search is given up.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def all_sharded(job: Job, constraints: Constraints) -> Iterator[Constraints]:
         except ConstraintError:
             continue
         pins = msgspec.structs.replace(pins, microbatches=_most(job, pins, mesh))
-        if pins not in seen:
-            seen.append(pins)
-            yield pins
+        for recompute in dict.fromkeys((pins.recompute, constraints.recompute or "none")):
+            pins = msgspec.structs.replace(pins, recompute=recompute)
+            if pins not in seen:
+                seen.append(pins)
+                yield pins
 
 
 def divided(job: Job, constraints: Constraints) -> Iterator[Constraints]:

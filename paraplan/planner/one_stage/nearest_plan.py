@@ -24,12 +24,12 @@ from paraplan.planner.schedules.full_rounds import programs_of
 
 TIMES = 1024
 """As much memory as devices have, for a plan to be made whatever it needs."""
-TRIED, TIME_S = 2, 5.0
+TRIED, TIME_S = 4, 2.5
 """Plans made, and the seconds each may take to solve."""
 
 
 def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[..., BestPlan]) -> str:
-    """What the leanest of some plans needs, with everything sharded and everything made again, and what would help;
+    """What the leanest of some plans needs, with everything sharded and all made again or nothing, and what would help;
     empty where none is made.
 
     Args:
@@ -53,7 +53,7 @@ def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[...
         return ""
     away = "" if constraints.tiers else ", or states that leave the device (offload='host')"
     return (
-        f"no plan was found that fits: the leanest of {len(found)} that divide everything and recompute everything "
+        f"no plan was found that fits: the leanest of {len(found)} that divide everything and recompute all or nothing "
         f"({plan_words(least)}) needs {say_size(needed_bytes(least))}, {say_size(over)} more than the "
         f"{say_size(budget)} of a device that are a plan's; use more devices, a smaller batch or shorter sequences, an "
         f"optimizer of fewer states{away}. Of those tried before: "

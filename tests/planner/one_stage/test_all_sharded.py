@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from paraplan.baselines.planners import choosing, plan_by
+from paraplan.capture import capture
 from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.planner import fits
 from paraplan.planner.assemble import Job
@@ -17,6 +21,8 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.fits import search_room
 from paraplan.planner.joint.bounding.relaxations import kept_bytes
 from paraplan.planner.one_stage.all_sharded import all_sharded
+from paraplan.planner.one_stage.roomier import needed_bytes
+from paraplan.planner.search import find
 from tests.captures import zoo_job
 
 FREE = Constraints()
@@ -30,13 +36,11 @@ def pins_of(given: Constraints) -> list[tuple[Any, ...]]:
 def test_what_is_sharded_over_all_devices() -> None:
     rows = zoo_job("gpt2", 4).program.batch_size
     every = pins_of(FREE)
-    assert every == [
-        (4, None, False, 3, rows // 4, "full"),
-        (1, 4, True, None, rows, "full"),
-        (2, 2, True, 3, rows // 2, "full"),
-    ]
-    assert pins_of(Constraints(tp=2)) == [every[-1]]
-    assert pins_of(Constraints(dp=4, zero=1, microbatches=1)) == [(4, None, False, 1, 1, "full")]
+    degrees = [(4, None, False, 3, rows // 4), (1, 4, True, None, rows), (2, 2, True, 3, rows // 2)]
+    assert every == [(*each, recompute) for each in degrees for recompute in ("full", "none")]
+    assert pins_of(Constraints(tp=2)) == every[-2:]
+    assert pins_of(Constraints(tp=2, recompute="full")) == every[-2:-1]
+    assert pins_of(Constraints(dp=4, zero=1, microbatches=1)) == [(4, None, False, 1, 1, r) for r in ("full", "none")]
     assert pins_of(Constraints(mesh=(2, 2), recompute="none")) == [(None, None, False, None, rows, "none")]
     assert all(pins.pp == 1 for pins in all_sharded(zoo_job("gpt2", 4), FREE))
     assert not pins_of(Constraints(pp=2)) and not pins_of(Constraints(schedule="1f1b"))
@@ -66,6 +70,31 @@ def test_a_search_that_found_nothing_falls_back_on_it(monkeypatch: pytest.Monkey
     assert len(asked) == 2 and (asked[1].dp, asked[1].zero, asked[1].recompute) == (4, 3, "full")
     assert found.num_microbatches == zoo_job("gpt2", 4).program.batch_size // 4
     assert any("time limit of 15 s ran out" in note for note in found.notes)
+
+
+class _Vocabulary(nn.Module):
+    """Of which what the loss reads, made again, is most of what is held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden = nn.Embedding(1 << 14, 64), nn.Linear(64, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = torch.tanh(self.hidden(self.words(ids))) @ self.words.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def test_what_holds_more_for_being_made_again_is_kept() -> None:
+    with torch.device("meta"):
+        program = capture(_Vocabulary(), {"ids": torch.zeros(32, 64, dtype=torch.int64)}, precision="fp32")
+    job = replace(zoo_job("gpt2", 4), program=program)
+
+    def needed(recompute: str) -> int:
+        (*_, pins) = (each for each in all_sharded(job, FREE) if each.recompute == recompute)
+        return max(needed_bytes(find(job, pins, 10.0, certify=False).plan), 0)
+
+    assert {each.recompute for each in all_sharded(job, FREE)} == {"full", "none"}
+    assert needed("none") <= needed("full")
 
 
 @pytest.mark.parametrize("pins", [FREE, Constraints(pp=2), Constraints(dp=4, zero=0)])
