@@ -4,7 +4,7 @@ All parameters and states are sharded over all devices, all activations are made
 microbatches as it may: by data-parallel ranks (ZeRO-3), by tensor- and sequence-parallel ones, or by both. With that
 pinned, a plan of one stage is one small problem, solved in about a second. Where states and parameters may leave the
 device they do. Little else holds less. Where segments are small, or one is most of what is held (a head, its large
-vocabulary), one made again may be more than what all of them save: each is followed by the same with nothing made again.
+vocabulary), one made again may be more than what all save: each is followed by the same with nothing made again.
 Gradients that add up may be more than microbatches save, so that the same degrees follow with all of this left open
 (`divided`). Where none fits, a search is given up.
 """
