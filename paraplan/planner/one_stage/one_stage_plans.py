@@ -159,8 +159,9 @@ class OneStagePlans:
 
     def plan_by_hand(self) -> None:
         """What people lay out by hand on few devices, where one stage is the best or nearly so and time is left: tensor
-        parallelism of every width, and where memory binds data parallelism that recomputes nothing, in as
-        many microbatches as that takes. Of layouts that take as much work, one may hide more of it.
+        parallelism of every width, with and without sequence parallelism, and where memory binds data parallelism that
+        recomputes nothing, in as many microbatches as that takes. Of layouts that take as much work, one may hide more
+        of it.
         """
         n = self.job.cluster.num_devices
         if is_piped(self.constraints) or not meshes_free(self.constraints) or self.constraints.recompute is not None:
@@ -173,11 +174,10 @@ class OneStagePlans:
         ways: list[tuple[str | None, dict[str, int]]] = []
         if self.is_tight:
             ways += [("none", {"dp": n, "zero": zero}) for zero in (2, 3)]
-        ways += [
-            (None, {"tp": tp} if tp == n else {"tp": tp, "dp": n // tp})
-            for tp in range(n, 1, -1)
-            if n % tp == 0 and self.job.program.batch_size % (n // tp) == 0
-        ]
+        for tp in range(n, 1, -1):
+            if n % tp == 0 and self.job.program.batch_size % (n // tp) == 0:
+                degrees = {"tp": tp} if tp == n else {"tp": tp, "dp": n // tp}
+                ways += [(None, degrees), (None, {**degrees, "sp": True})]
         for recompute, degrees in ways:
             if self._is_late:
                 return

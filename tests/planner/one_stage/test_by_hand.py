@@ -38,6 +38,16 @@ def test_no_width_of_tensor_parallelism_is_faster(link: float) -> None:
         assert plan.prediction.step_s <= pinned.prediction.step_s * (1 + 1e-9)
 
 
+def test_no_sequence_parallelism_is_faster() -> None:
+    job = zoo_job("gpt2", 2)
+    plan = search_room(job, Constraints()).plan
+    assert plan.prediction is not None
+    if len(plan.stages) == 1:
+        assert "tp=2 sp=True" in {each.what for each in plan.tried}
+    pinned = search_room(job, Constraints(tp=2, sp=True)).plan
+    assert pinned.prediction is not None and plan.prediction.step_s <= pinned.prediction.step_s * (1 + 1e-9)
+
+
 def test_under_tight_memory_no_zero_level_that_keeps_everything_is_faster() -> None:
     job = zoo_job("gpt2", 2)
     roomy = search_room(job, Constraints(pp=1)).plan
