@@ -168,9 +168,9 @@ class Workers:
 
     def close(self) -> None:
         """End them."""
-        for process in self._processes:
+        processes, self._processes = self._processes, []  # what is under way in one that is closed is not lost
+        for process in processes:
             process.end()
-        self._processes = []
 
 
 class _Process:
