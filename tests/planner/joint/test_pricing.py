@@ -325,3 +325,11 @@ def test_what_does_not_divide_samples_is_for_its_own_mesh_alone() -> None:
                 assert prices.shape == combination.mesh
                 narrow.add(id(prices))
     assert narrow, "of less work"
+
+
+def test_what_another_search_priced_for_any_width_is_known() -> None:
+    release_caches()
+    pricing = _pricing(replace(_large(), cluster=parse_cluster("8xA100-80:4")))
+    wide = Combination(4, (8,), 4, "1f1b", 1)
+    assert pricing.is_wide(wide) and not pricing._is_known(wide, [wide])
+    assert pricing.priced(wide, [wide]) and pricing._is_known(wide, [wide])

@@ -199,7 +199,8 @@ class Pricing(Positions):
     def _is_known(self, combination: Combination, combinations: Sequence[Combination]) -> bool:
         """Whether another search has priced it in this process, for as many positions."""
         try:
-            return is_priced(*self.position(combination), combination.microbatches, _fewest(combinations))
+            where = self.position(combination)
+            return is_priced(*where, combination.microbatches, _fewest(combinations), self.is_wide(combination))
         except ConstraintError:
             return False
 
@@ -276,7 +277,7 @@ class Pricing(Positions):
     ) -> list[StagePrices]:
         """Prices of shardings of least work, and of such as keep less and less as long as that may pay; what there is
         where the next cannot be found. Where positions of other widths share them, of such as divide all that carries
-        samples along the first axis, and of others where these are the less work on all devices."""
+        samples along the first axis, and of others where these are the less work."""
         if not self.is_wide(combination):
             return self._front(combination, combinations, best_s)
         wide = self._front(combination, combinations, best_s, is_wide=True)

@@ -133,13 +133,13 @@ def _front_key(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, fly
     return Same(part.program), Same(part.profile), data
 
 
-def is_priced(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int) -> bool:
+def is_priced(part: Job, inner: Constraints, mesh: Mesh, microbatches: int, flying: int, is_wide: bool) -> bool:
     """Whether another search has begun to price this front in this process.
 
     Args:
-        part, inner, mesh, microbatches, flying: as of `priced_front`.
+        part, inner, mesh, microbatches, flying, is_wide: as of `priced_front`.
     """
-    return _front_key(part, inner, mesh, microbatches, flying, False) in _FRONTS
+    return _front_key(part, inner, mesh, microbatches, flying, is_wide) in _FRONTS
 
 
 def priced_front(
