@@ -190,15 +190,16 @@ class Pins:
         return self.tp < 0 or layout[self.tp] == R
 
 
-def divides_samples(strategy: Strategy, along: AxisChoice) -> bool:
-    """Whether an op divides, along the first axis, all that it reads and makes that carries samples.
+def divides_samples(strategy: Strategy, along: AxisChoice, axis: int = 0) -> bool:
+    """Whether an op divides, along an axis, all that it reads and makes that carries samples.
 
     Args:
-        strategy: on a mesh, with or without the microbatch axis in front.
+        strategy: on a mesh.
         along: what the op does along a batch axis.
+        axis: which: 1 is the first of an extended mesh.
     """
     pairs = *zip(along.inputs, strategy.inputs, strict=True), *zip(along.outputs, strategy.computed, strict=True)
-    return all(isinstance(layout[0], Shard) for batch, layout in pairs if isinstance(batch, Shard) and layout)
+    return all(isinstance(layout[axis], Shard) for batch, layout in pairs if isinstance(batch, Shard) and layout)
 
 
 def _casts_param(kind: SegmentKind, position: int) -> bool:

@@ -216,6 +216,7 @@ def test_what_divides_samples_takes_as_long_however_wide_their_axis_is(is_wide: 
     two = make_mesh((2,), ("axis0",)), job.program.batch_size // (2 * rows), pins, limits, (0.1, 0.5), 1.0
     times = list[float]()
     for decisions in sharding_front.front(pricing.part(16), *two, is_wide):
+        assert Sharding(pricing.part(16), decisions).divides_samples == is_wide
         there_s = sum(Sharding(pricing.part(16), decisions).prices.seconds)
         for ranks in (8, 32):
             mesh, count = make_mesh((ranks,), ("axis0",)), job.program.batch_size // (ranks * rows)

@@ -80,7 +80,7 @@ class Sharding:
         micro = program_micro(program, self.whole.num_microbatches)
         first = {segment.kind: at for at, segment in reversed(list(enumerate(program.segments)))}
         return all(
-            divides_samples(strategy, along)
+            divides_samples(strategy, along, axis=1)
             for kind, at in first.items()
             for strategy, along in zip(
                 chosen_strategies(
