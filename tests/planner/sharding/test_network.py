@@ -18,7 +18,7 @@ from paraplan.planner.sharding.network import optimise as optimise_module
 from paraplan.planner.sharding.network.cost_network import Factor, Network
 from paraplan.planner.sharding.network.groupings import groupings
 from paraplan.planner.sharding.network.ilp import build_ilp
-from paraplan.planner.sharding.network.lagrangian import evaluate, scalarised
+from paraplan.planner.sharding.network.lagrangian import Point, evaluate, scalarised
 from paraplan.planner.sharding.network.message_passing import MessagePassing
 from paraplan.planner.sharding.network.optimise import least_activity, optimise
 from paraplan.planner.sharding.proof.step_bound import step_bound
@@ -194,6 +194,31 @@ def test_branching_keeps_the_optimum_and_its_bound(monkeypatch: pytest.MonkeyPat
         assert found.bound <= wanted * (1 + 1e-9)
         assert found.status is Status.OPTIMAL
     assert "branching" in ways
+
+
+@pytest.mark.parametrize("nodes", [1, 1000])
+def test_layouts_are_branched_over_where_no_row_binds(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+    """What messages leave open is settled by layouts alone, or by integers once enough of them were looked into."""
+    monkeypatch.setattr(branch, "NODES", nodes)
+    integers, open_ = 0, 0
+    by_integers = optimise_module._Search._remainder
+
+    def counted(self: optimise_module._Search, point: Point) -> optimise_module.Optimum:
+        nonlocal integers
+        integers += 1
+        return by_integers(self, point)
+
+    monkeypatch.setattr(optimise_module._Search, "_remainder", counted)
+    for seed in range(60):
+        network = random_network(seed)
+        wanted = min((float(work.sum()) for _, work in every_choice(network)), default=math.inf)
+        found = optimise(network)
+        open_ += found.via in ("branching", "milp")
+        assert found.objective == pytest.approx(wanted, rel=1e-6)
+        assert found.status is (Status.INFEASIBLE if math.isinf(wanted) else Status.OPTIMAL)
+        assert math.isinf(wanted) or found.bound <= wanted * (1 + 1e-9)
+    assert open_ and (nodes > 1 or integers)
+    assert nodes == 1 or not integers
 
 
 def test_messages_of_the_whole_are_taken_over_by_a_part() -> None:

@@ -14,7 +14,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.joint.combinations import Combination
-from paraplan.planner.joint.prices.pricing_order import Kind, way_of
+from paraplan.planner.joint.prices.pricing_order import ANY, Kind, way_of
 from paraplan.planner.joint.prices.sharding_front import least_work_s
 from paraplan.planner.pipeline.first_devices import first_devices
 from paraplan.planner.pipeline.meshes import candidate_meshes
@@ -26,7 +26,8 @@ a pipeline, where it goes on beside other microbatches."""
 EASE = 0.02
 """How much more work dividing samples may be than what is the least of all."""
 NARROW = 16
-"""Devices up to which widths differ little, and one stage is solved on every mesh."""
+"""Devices up to which widths differ little where dividing samples is at ease, and are few enough to be priced each
+where it is not; and one stage is solved on every mesh."""
 
 
 @dataclass
@@ -51,7 +52,8 @@ class Positions:
         outer = combination.mesh[0] if combination.mesh else 1
         samples = self.job.program.batch_size / (combination.microbatches * outer)
         inner = combination.mesh[1:] if combination.mesh else (combination.pp,)  # pinned: ranks of the batch follow pp
-        return inner, len(combination.mesh), combination.mesh[:1] == (1,), samples
+        is_own = outer == 1 or (self.job.cluster.num_devices <= NARROW and not self.divides_at_ease)
+        return inner, len(combination.mesh), outer if is_own else ANY, samples
 
     def is_wide(self, combination: Combination) -> bool:
         """Whether positions of much other widths share its prices: then all that carries samples is divided along the

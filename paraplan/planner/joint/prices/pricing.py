@@ -108,7 +108,7 @@ class Pricing(Positions):
             needed.setdefault(self.kind(combination), []).append(combination)
         ways = ways_of(needed, usual_samples(self.job.program))
         waiting = [pair for pair in itertools.chain(*itertools.zip_longest(*map(steps_of, ways))) if pair is not None]
-        alone = [at for at, (kind, _) in enumerate(waiting) if kind[1] == 1 and kind[2]]
+        alone = [at for at, (kind, _) in enumerate(waiting) if kind[1] == kind[2] == 1]
         if alone and self.job.cluster.num_devices <= SMALL:  # positions of a device have no shardings to choose among
             waiting.insert(0, waiting.pop(alone[0]))
         while waiting and not (self.prices and self._late and (self._has_fitting or self.deadline.is_over)):

@@ -16,9 +16,11 @@ from paraplan.cost_models.predict import most_rows
 from paraplan.ir.model.program import Program
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 
-Kind = tuple[tuple[int, ...], int, bool, float]
-"""Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, whether its first
-is of one device, and the samples of a microbatch."""
+Kind = tuple[tuple[int, ...], int, int, float]
+"""Of prices: the inner axes of a mesh (the degree where the user pinned them), how many axes it has, the devices of its
+first (`ANY` where prices are the same for all but one device), and the samples of a microbatch."""
+ANY = 0
+"""Devices of a first axis: more than one."""
 WORTH = 0.01
 """By how much a sample has to be faster in a larger microbatch for larger ones still to be priced."""
 FASTER, FASTER_FIRST = 0.03, 0.2
@@ -86,7 +88,7 @@ def ways_of(kinds: Iterable[Kind], usual: float) -> list[Way]:
         usual: samples of a rank.
     """
     alike: dict[tuple[object, ...], list[Kind]] = {}
-    for kind in sorted(kinds, key=lambda kind: (kind[2], -math.prod(kind[0]), kind[3] >= 1, kind[1], kind[3])):
+    for kind in sorted(kinds, key=lambda kind: (kind[2] == 1, -math.prod(kind[0]), kind[3] >= 1, kind[1], kind[3])):
         alike.setdefault((*way_of(kind), kind[3] >= _inner(kind)), []).append(kind)
     found: list[Way] = []
     for here in alike.values():

@@ -7,6 +7,10 @@ most between the two is split at their middle, and each half is bounded afresh, 
 multipliers. Options whose own bound exceeds the best known cost are dropped in every node; a node with few options
 left, or without a variable to split, goes to the MILP. The least bound over all nodes settled or open is a bound.
 
+Where no row binds, messages alone may stay below every choice: values that are read where they were made (a residual
+stream, gradients that add up) close circles, around which messages agree on no one layout. Then the variable that most
+factors touch is split by the layouts it means, of which a few are enough to cut the circles open.
+
 Source: Lagrangian branch and bound, Geoffrion 1974; Fisher 1981.
 """
 
@@ -25,10 +29,13 @@ from paraplan.planner.sharding.network.cost_network import Floats, Ints, Network
 from paraplan.planner.sharding.network.lagrangian import TIGHT, Ascent, Point
 
 FEW = 1500
-"""Options left with which a node goes to the MILP: about a second."""
+"""Options left with which a node that rows bind goes to the MILP: about a second."""
 
 STEPS = 4
 """Evaluations of the multipliers in a node at most."""
+
+NODES = 128
+"""Of layouts, looked into at most: of readers that cost together only, every split leaves as much open."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +70,10 @@ class Branching:
     ) -> None:
         self.network, self.weights, self.stop, self.gap = network, weights, stop, gap
         self.offer, self.milp = offer, milp
+        self._numbers: list[list[Ints]] = [[] for _ in network.prices]  # [variable] per factor, [option] of its layouts
+        for factor in network.factors:
+            for variable, numbers in zip(factor.variables, (factor.have, *factor.wants), strict=True):
+                self._numbers[variable].append(numbers)
 
     def run(self, kept: Sequence[Ints], points: Sequence[Point]) -> float:
         """A bound on everything the options allow, as near the best choices as time and gap ask for.
@@ -76,12 +87,13 @@ class Branching:
         root = Node(tuple(kept), best, best.bound)
         queue = [(node.bound, next(order), node) for node in self._split(root, points)]
         heapq.heapify(queue)
-        closed = np.inf
-        while queue:
+        closed, count = np.inf, 0
+        while queue and (self.network.rows or count < NODES):
             bound, _, node = queue[0]
             if bound >= self._enough() or time.perf_counter() > self.stop:
                 break
             heapq.heappop(queue)
+            count += 1
             found = self._node(node)
             if isinstance(found, float):
                 closed = min(closed, found)
@@ -102,7 +114,7 @@ class Branching:
         kept = tuple(keep[inside] for keep, inside in zip(node.kept, inner, strict=True))
         ascent = Ascent(self.network.restricted(kept), self.weights, self.stop, max(TIGHT, 0.05 * self.gap))
         self._offered(kept, ascent.start(self.weights, node.point.multipliers, node.point.messages, self._enough()))
-        for _ in range(STEPS):
+        for _ in range(STEPS if self.network.rows else 0):
             if ascent.best.bound >= self._enough() or time.perf_counter() > self.stop:
                 break
             point, ceiling = ascent.step(self._enough())
@@ -116,7 +128,8 @@ class Branching:
         if left is None:  # nothing here is better than what is known
             return self.offer(None)
         better = Node(tuple(keep[inside] for keep, inside in zip(kept, left, strict=True)), ascent.best, bound)
-        if sum(map(len, better.kept)) <= FEW or len(parts := self._split(better, ascent.points, kept)) < 2:
+        is_small = bool(self.network.rows) and sum(map(len, better.kept)) <= FEW
+        if is_small or len(parts := self._split(better, ascent.points, kept)) < 2:
             return max(bound, min(self.milp(better.kept), self.offer(None)))
         return parts
 
@@ -124,7 +137,9 @@ class Branching:
         self.offer([int(keep[choice]) for keep, choice in zip(kept, point.choices, strict=True)])
 
     def _split(self, node: Node, points: Sequence[Point], of: Sequence[Ints] | None = None) -> list[Node]:
-        """Halves of a node; the node itself where no variable tells its points apart."""
+        """Halves of a node; the node itself where no variable tells its points apart. Without rows its layouts."""
+        if not self.network.rows:
+            return self._layouts(node)
         row = int(np.argmax(node.point.multipliers)) if len(node.point.multipliers) else -1
         over = [point for point in points if row >= 0 and point.slack[row] > 0.0]
         under = [point for point in points if row >= 0 and point.slack[row] <= 0.0]
@@ -147,6 +162,26 @@ class Branching:
             Node((*node.kept[:variable], node.kept[variable][side], *node.kept[variable + 1 :]), node.point, node.bound)
             for side in (small, ~small)
         ]
+
+    def _layouts(self, node: Node) -> list[Node]:
+        """A node in parts of one layout each, or set of them, of the variable most factors touch; of several, that of
+        the fewest; the node itself where all have one."""
+        apart = {variable: self._meant(variable, options) for variable, options in enumerate(node.kept)}
+        open_ = [variable for variable, meant in apart.items() if meant.max(initial=0)]
+        if not open_:
+            return [node]
+        chosen = min(open_, key=lambda v: (-len(self._numbers[v]), apart[v].max()))
+        before, options, after = node.kept[:chosen], node.kept[chosen], node.kept[chosen + 1 :]
+        parts = [options[apart[chosen] == number] for number in range(int(apart[chosen].max()) + 1)]
+        return [Node((*before, part, *after), node.point, node.bound) for part in parts]
+
+    def _meant(self, variable: int, options: Ints) -> Ints:
+        """[option] a number for the layouts that an option means to all factors together."""
+        numbers = self._numbers[variable]
+        if not numbers:
+            return np.zeros(len(options), dtype=np.int64)
+        found = np.unique(np.stack([each[options] for each in numbers], 1), axis=0, return_inverse=True)[1]
+        return np.asarray(found.reshape(-1), dtype=np.int64)
 
 
 def left_over(point: Point, cost: float) -> list[Ints] | None:

@@ -110,14 +110,17 @@ class _Search:
         self._see(point, self.network)
         if self._closed():
             return self._answer("messages")
+        if not self.active:
+            free = replace(point, multipliers=np.zeros(0), slack=np.zeros(0))
+            return self._branch(Network(self.network.prices, self.network.factors), [free])
         if small:
             return self._remainder(point)
-        if self.active and (infeasible := self._hopeless()):
+        if infeasible := self._hopeless():
             return infeasible
-        ascent = self._rows(point) if self.active else None
+        ascent = self._rows(point)
         if self._closed() or time.perf_counter() > self.stop:
             return self._answer("messages")
-        return self._remainder(point) if ascent is None else self._branch(ascent)
+        return self._branch(ascent.network, ascent.points)
 
     def _see(self, point: Point, network: Network) -> None:
         """Learn from an evaluation: its bound, its choices where they fit, the rows they break."""
@@ -220,21 +223,24 @@ class _Search:
             return [np.arange(len(prices)) for prices in self.network.prices]
         return [np.union1d(keep, [choice]).astype(np.int64) for keep, choice in zip(kept, self.best[1], strict=True)]
 
-    def _branch(self, ascent: Ascent) -> Optimum:
-        """What multipliers leave open: split where many options are left."""
-        kept = self._left_over(ascent.best)
-        if sum(map(len, kept)) <= FEW:
-            return self._remainder(ascent.best)
+    def _branch(self, network: Network, points: Sequence[Point]) -> Optimum:
+        """What multipliers or messages leave open: split where many options are left, or where no row binds."""
+        best = max(points, key=lambda point: point.bound)
+        kept = self._left_over(best)
+        if network.rows and sum(map(len, kept)) <= FEW:
+            return self._remainder(best)
         search = Branching(
-            ascent.network,
+            network,
             self.weights,
             self.stop,
             self._offer_fitting,
             lambda some: self._milp(some, np.inf),
             self.gap,
         )
-        bound = search.run(kept, ascent.points)
+        bound = search.run(kept, points)
         self.bound = max(self.bound, min(bound, np.inf if self.best is None else self.best[0]))
+        if not network.rows and not self._closed() and time.perf_counter() < self.stop:
+            return self._remainder(best)
         return self._answer("branching" if bound < np.inf or self.best is not None else "milp")
 
     def _answer(self, via: str) -> Optimum:
