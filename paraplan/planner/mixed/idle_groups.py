@@ -8,11 +8,13 @@ others, to be started on their nodes alone. Its certificate is of the groups it 
 searched as they are.
 
 What is cheap is planned first: every set's devices as one mesh, so that a search that time cuts short loses to none of
-these. What time did cut short is searched again in what others leave of it.
+these. What time did cut short is searched again in what others leave of it. A set whose products alone take nearly as
+long as the best plan known (`work_bound`) comes last, and one whose products take longer not at all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -33,16 +35,19 @@ from paraplan.planner.interrupts import ended, found_until
 from paraplan.planner.mixed.group_sets import GroupSet, cluster_of, group_sets, said
 from paraplan.planner.mixed.listing import check_on_cluster
 from paraplan.planner.mixed.search_mixed import allows_mixed
-from paraplan.planner.mixed.work_bound import certified_by_work
+from paraplan.planner.mixed.work_bound import certified_by_work, work_bound_s
 
 Search = Callable[[Job, Constraints, float, Progress, bool], BestPlan]
 """A search on all devices of a job's cluster: the job, what is pinned, seconds, progress, whether to certify."""
 Way = tuple[GroupSet, bool]
 """A set of groups, and whether it is searched for pipelines whose positions differ."""
-ALL_SHARE, MIXED_SHARE = 0.3, 0.5
+ALL_SHARE, MIXED_SHARE = 0.4, 0.5
 """Of the time left, for the search on all groups alike where pipelines follow that differ, and for such pipelines."""
 ONE_MESH_SHARE = 0.1
 """Of the time limit, for every set's devices as one mesh, together."""
+DOUBTFUL = 0.6
+"""Of the best step known, what products take at their peak rates from which on a set of groups comes last: hardly
+anything runs at more of its peak."""
 
 
 def among_groups(
@@ -82,9 +87,7 @@ def among_groups(
         raise _nothing(search.ways, search.faults)
     found = search.found
     best = min(found, key=lambda way: (found[way].step_s, way[1], len(way[0])))
-    left = [way for way in search.ways if way not in search.searched]
-    why = "the search was interrupted" if is_interrupted else "time ran out"
-    plan = _told(job, best, found, search.faults, dict.fromkeys(left, why))
+    plan = _told(job, best, found, search.faults, search.left_out(is_interrupted))
     made = BestPlan(plan, sum(each.solve_s for each in found.values()), search.deadline.passed_s)
     return ended(made, is_interrupted)
 
@@ -116,16 +119,36 @@ class _GroupsSearch:
         return _ways(self.job, self.constraints)
 
     def run(self) -> None:
-        """Search every way, as long as there is time; those that it cut short again in what others leave of it."""
+        """Search every way, as long as there is time; those that it cut short again in what others leave of it, and
+        then those of which little is to be hoped."""
         self._as_one_mesh()
         cut: list[Way] = []
+        doubtful: list[Way] = []
         for number, way in enumerate(self.ways):
             late = self.found and self.deadline.is_over
-            if not late and self._has_taken_all(way, self.deadline.share_s(_share(self.ways, number))):
+            if self._least_s(way) > DOUBTFUL * self._best_s:
+                doubtful.append(way)
+            elif not late and self._has_taken_all(way, self.deadline.share_s(_share(self.ways, number))):
                 cut.append(way)
-        for way in cut:
-            if not self.deadline.is_over:
-                self._has_taken_all(way, self.deadline.share_s())
+        again = [*cut, *doubtful]
+        for number, way in enumerate(again):
+            if not self.deadline.is_over and self._least_s(way) < self._best_s:
+                self._has_taken_all(way, self.deadline.share_s(1 / (len(again) - number)))
+
+    @property
+    def _best_s(self) -> float:
+        return min((each.step_s for each in self.found.values()), default=math.inf)
+
+    def _least_s(self, way: Way) -> float:
+        """What no plan on a set of groups is faster than."""
+        return work_bound_s(self.job.program, cluster_of(self.job.cluster, way[0]))
+
+    def left_out(self, is_interrupted: bool) -> dict[Way, str]:
+        """Ways that were not begun, and why."""
+        ended = "the search was interrupted" if is_interrupted else "time ran out"
+        slow = "its products alone take longer"
+        left = [way for way in self.ways if way not in self.searched]
+        return {way: slow if self._least_s(way) >= self._best_s else ended for way in left}
 
     def _as_one_mesh(self) -> None:
         """Every set's devices as one mesh, where that and more is to be chosen."""
@@ -133,8 +156,9 @@ class _GroupsSearch:
             return
         limit_s, alike = ONE_MESH_SHARE * self.deadline.limit_s, [way for way in self.ways if not way[1]]
         for way in alike:
-            with suppress(ParaplanError):  # whose search says why
-                self._search(way, msgspec.structs.replace(self.constraints, pp=1), limit_s / len(alike), False)
+            if self._least_s(way) <= DOUBTFUL * self._best_s:
+                with suppress(ParaplanError):  # whose search says why
+                    self._search(way, msgspec.structs.replace(self.constraints, pp=1), limit_s / len(alike), False)
 
     def _has_taken_all(self, way: Way, share_s: float) -> bool:
         """Whether a search took all its time."""

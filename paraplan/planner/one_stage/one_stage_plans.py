@@ -103,8 +103,8 @@ class OneStagePlans:
             fits(2)
             return
         self.is_tight = len(candidate_meshes(self.job, self.constraints)) <= MESHES
-        if self.is_tight:  # what recomputes is fitted, which takes longer
-            fits(2, again=False)
+        if self.is_tight and fits(2, again=False):
+            return  # what recomputes is fitted, which takes longer: `plan_by_hand`
         recompute = None if self.is_tight else "none"
         if fits(3, recompute):  # which holds least
             fits(2, recompute)
@@ -159,9 +159,9 @@ class OneStagePlans:
 
     def plan_by_hand(self) -> None:
         """What people lay out by hand on few devices, where one stage is the best or nearly so and time is left: tensor
-        parallelism of every width, with and without sequence parallelism, and where memory binds data parallelism that
-        recomputes nothing, in as many microbatches as that takes. Of layouts that take as much work, one may hide more
-        of it.
+        parallelism of every width, with and without sequence parallelism, and where memory binds data parallelism, with
+        and without recomputation, in as many microbatches as that takes. Of layouts that take as much work, one may hide
+        more of it.
         """
         n = self.job.cluster.num_devices
         if is_piped(self.constraints) or not meshes_free(self.constraints) or self.constraints.recompute is not None:
@@ -173,7 +173,7 @@ class OneStagePlans:
             return
         ways: list[tuple[str | None, dict[str, int]]] = []
         if self.is_tight:
-            ways += [("none", {"dp": n, "zero": zero}) for zero in (2, 3)]
+            ways += [(recompute, {"dp": n, "zero": zero}) for recompute in (None, "none") for zero in (3, 2)]
         for tp in range(n, 1, -1):
             if n % tp == 0 and self.job.program.batch_size % (n // tp) == 0:
                 degrees = {"tp": tp} if tp == n else {"tp": tp, "dp": n // tp}

@@ -11,10 +11,13 @@ import torch
 
 from paraplan.capture import capture
 from paraplan.ir.errors import ConstraintError, SolverLimitError
+from paraplan.ir.machine.cluster import ClusterSpec
+from paraplan.ir.model.program import Program
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.mixed import idle_groups
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.mixed.listing import check_on_cluster, divisions
 from paraplan.planner.mixed.search_mixed import search_mixed
@@ -107,6 +110,33 @@ def test_what_time_cut_short_is_searched_again_in_what_is_left_of_it() -> None:
 
     among_groups((longer, none), on, Constraints(), 2.0, lambda _: None, False)
     assert len(shares) == 2 and shares[1] >= 0.9
+
+
+def test_sets_of_groups_of_which_little_is_hoped_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those whose products alone take longer than a plan that is known, not at all; with all of them the same."""
+    on = job(cluster(group(4.0, 2), group(3.0, 1), group(2.0, 4)), chained())
+    known = find(job(cluster(group(4.0, 2)), chained()), Constraints(pp=1), certify=False)
+    slow, hopeless = on.cluster.groups[:1], on.cluster.groups[1:2]
+    bounds_s = ((slow, 0.8 * known.step_s), (hopeless, 1.1 * known.step_s))
+
+    def work_bound_s(_: Program, cluster: ClusterSpec) -> float:
+        return next((bound_s for groups, bound_s in bounds_s if groups == cluster.groups), 0.0)
+
+    monkeypatch.setattr(idle_groups, "work_bound_s", work_bound_s)
+    begun: list[Any] = []
+
+    def alike(part: Job, pins: Constraints, share_s: float, *more: Any) -> BestPlan:
+        begun.append((part.cluster.groups, pins.pp))
+        return known
+
+    def none(*_: Any) -> BestPlan:
+        raise SolverLimitError("none")
+
+    plan = among_groups((alike, none), on, Constraints(), 60.0, lambda _: None, False).plan
+    assert begun[-1] == (slow, None) and (slow, 1) not in begun
+    assert (on.cluster.groups[2:], 1) in begun and (on.cluster.groups[2:], None) in begun
+    assert hopeless not in [groups for groups, _ in begun]
+    assert any(": not searched, as its products alone take longer" in note for note in plan.notes)
 
 
 def test_what_the_time_left_unpriced_is_priced_once_there_is_more() -> None:

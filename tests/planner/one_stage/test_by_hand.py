@@ -95,17 +95,27 @@ def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
     assert [(pins.dp, pins.zero) for pins in tried] == [(4, 3)] * zero_3, "it was estimated"
 
 
-def test_zero_2_that_recomputes_nothing_is_planned_before_what_takes_longer_to_fit() -> None:
-    """On few meshes, where ZeRO-1 does not fit."""
+def test_what_recomputes_is_fitted_first_only_where_nothing_else_fits() -> None:
+    """On few meshes, where ZeRO-1 does not fit: it takes longer than all that is estimated from prices."""
     tried = list[tuple[int | None, str | None, bool]]()
 
-    def attempt(what: str, pins: Constraints, make: Any) -> float | None:
-        tried.append((pins.zero, pins.recompute, make.keywords["again"]))
-        return None if pins.zero == 1 else 1.0
+    def attempts(fitting: tuple[int | None, str | None]) -> Any:
+        def attempt(what: str, pins: Constraints, make: Any) -> float | None:
+            tried.append((pins.zero, pins.recompute, make.keywords["again"]))
+            return 1.0 if tried[-1][:2] == fitting else None
 
-    search = OneStagePlans(zoo_job("gpt2", 4), Constraints(), Deadline(60.0), fail, attempt, [])
-    search.plan_usual()
-    assert tried[:4] == [(1, "none", True), (2, "none", False), (3, None, True), (2, None, True)]
+        return attempt
+
+    job = zoo_job("gpt2", 4)
+    for fitting, then in (((2, "none"), (None, None, False)), ((3, None), (3, None, True))):
+        search = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempts(fitting), [])
+        search.plan_usual()
+        assert tried[:3] == [(1, "none", True), (2, "none", False), then]
+        tried.clear()
+    alone = Draft.of(find(job, Constraints(mesh=(4,), pp=1), certify=False).plan)
+    search = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempts((None, None)), [alone], is_tight=True)
+    search.plan_by_hand()
+    assert tried[:4] == [(3, None, False), (2, None, False), (3, "none", False), (2, "none", False)]
 
 
 def test_what_was_hoped_of_drafts_that_were_estimated_and_of_others() -> None:
