@@ -31,6 +31,7 @@ from paraplan.planner.recompute.split_backward import handed_on
 from paraplan.planner.sharding.formulate import Formulation, formulate, kept_row
 from paraplan.planner.sharding.network.cost_network import Floats, Network
 from paraplan.planner.sharding.network.lagrangian import Point
+from paraplan.planner.sharding.network.message_passing import MessagePassing
 from paraplan.planner.sharding.param_memory import param_held
 from paraplan.planner.sharding.proof.exposed import INSIDE, proof_network
 from paraplan.planner.sharding.proof.step_bound import best_point
@@ -90,6 +91,7 @@ class RelaxedPosition:
         self._problem: Formulation = formulate(space)
         self._whole = proof_network(job, space, self._problem, constraints)
         self._kept: dict[tuple[float, bool], Kept] = {}
+        self._messages: MessagePassing | None = None
 
     @cached_property
     def computed_s(self) -> tuple[tuple[float, ...], ...]:
@@ -135,8 +137,9 @@ class RelaxedPosition:
         else:
             weights = np.full(len(names), 0.1 / len(names))
             weights[-1] += 0.9
-        point = best_point(network, weights / weights.sum(), np.zeros(0), self.each_s)
+        point = best_point(network, weights / weights.sum(), np.zeros(0), self.each_s, self._messages)
         if point is not None:
+            self._messages = point.messages
             self._known.update(zip(names, point.weights.tolist(), strict=True))
         return point
 

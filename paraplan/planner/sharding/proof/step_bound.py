@@ -18,8 +18,9 @@ import numpy as np
 from paraplan.planner.sharding.consistent import consistent
 from paraplan.planner.sharding.network.cost_network import Floats, Network
 from paraplan.planner.sharding.network.lagrangian import Ascent, Point
+from paraplan.planner.sharding.network.message_passing import MessagePassing
 
-GAP = 1e-3
+GAP = 3e-3
 """How near the best bound is near enough: plans overlap work better or worse by far more."""
 
 
@@ -43,7 +44,9 @@ def step_bound(network: Network, work: Floats, multipliers: Floats, time_limit_s
     return 0.0 if point is None else max(0.0, point.bound)
 
 
-def best_point(network: Network, weights: Floats, multipliers: Floats, time_limit_s: float) -> Point | None:
+def best_point(
+    network: Network, weights: Floats, multipliers: Floats, time_limit_s: float, warm: MessagePassing | None = None
+) -> Point | None:
     """Where the bound is best, of what the time allows.
 
     Args:
@@ -51,6 +54,7 @@ def best_point(network: Network, weights: Floats, multipliers: Floats, time_limi
         weights: [stream] where they start, with sum 1.
         multipliers: [row] where they start.
         time_limit_s: for all of it.
+        warm: messages of a network that differs in prices alone, none of them infinite in one only.
     Returns:
         The point; None where some variable has no option left.
     """
@@ -58,7 +62,7 @@ def best_point(network: Network, weights: Floats, multipliers: Floats, time_limi
     if kept is None:
         return None
     ascent = Ascent(network.restricted(kept), None, time.perf_counter() + time_limit_s, gap=GAP)
-    ascent.start(weights, multipliers)
+    ascent.start(weights, multipliers, warm)
     for _ in range(12):
         _, ceiling = ascent.step()
         if ceiling <= ascent.best.bound * (1 + 3 * GAP) or time.perf_counter() > ascent.stop:
