@@ -160,8 +160,8 @@ class OneStagePlans:
     def plan_by_hand(self) -> None:
         """What people lay out by hand on few devices, where one stage is the best or nearly so and time is left: tensor
         parallelism of every width, with and without sequence parallelism, and where memory binds data parallelism, with
-        and without recomputation, in as many microbatches as that takes. Of layouts that take as much work, one may hide
-        more of it.
+        and without recomputation, in as many microbatches as that takes. Of layouts that take as much work, one may
+        hide more of it.
         """
         n = self.job.cluster.num_devices
         if is_piped(self.constraints) or not meshes_free(self.constraints) or self.constraints.recompute is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.execution.schedule import ActionKind
+from paraplan.ir.profile import Profile
 from paraplan.planner.assemble import Job
 from paraplan.planner.certificate import certified_in_space
 from paraplan.planner.constraints import Constraints
@@ -264,4 +267,21 @@ def test_nothing_is_relaxed_where_time_for_all_is_not_left(monkeypatch: pytest.M
         bound = SpaceBound(job, pins, found.budget, found.pricing.position, found.pricing.way_of)
         seconds.append(bound.bound_s(listed, 1.0, stop))
         assert len(relaxed) == 1 if stop == 25.0 else len(relaxed) > 3 if stop > 25.0 else not relaxed
-    assert 0.0 < seconds[0] == seconds[1] <= seconds[2]
+    assert 0.0 < seconds[0] <= seconds[1] <= seconds[2]
+
+
+def test_every_op_of_every_microbatch_is_launched() -> None:
+    """Which is known at once, and not divided; nothing is where times were measured."""
+    job, pins = zoo_job("gpt2", 2), Constraints()
+    found = JointSearch(job, pins, Shardings(lambda *_: pytest.fail("no sharding is needed")), lambda _: None, LONG)
+    few, many = (Combination(2, (1,), count, "1f1b", 1) for count in (1, 8))
+
+    def first_s(job: Job, combination: Combination) -> float:
+        bound = SpaceBound(job, pins, found.budget, found.pricing.position, found.pricing.way_of)
+        return bound.refining([combination], math.inf).least_s
+
+    graphs = [job.program.kinds[segment.kind].graph for segment in job.program.segments]
+    launched_s = sum(len(graph.ops) for graph in graphs) * min(each.device.launch_s for each in job.cluster.groups)
+    assert 0.5 * launched_s * 7 / 2 <= first_s(job, many) - first_s(job, few) <= launched_s * 8
+    measured = replace(job, profile=Profile(device="cpu", name="", torch="2"))
+    assert first_s(measured, many) <= 1.01 * first_s(measured, few)

@@ -352,7 +352,7 @@ class SpaceBound:
 
     def _undivided(self, count: int) -> Callable[[Combination], Least]:
         """What a combination's microbatch takes where the whole batch's work, as on one device in so many microbatches,
-        no smaller than any rank's, is shared out over all: no division of ops makes it less."""
+        no smaller than any rank's, is shared out over all, and every op is launched: no division makes it less."""
         job, n = self.job, self.job.cluster.num_devices
         part = replace(job, cluster=first_devices(job.cluster, n))
 
@@ -364,15 +364,15 @@ class SpaceBound:
         # of all samples at once, beside which what is there once weighs least
         whole = RelaxedPosition(part, *space_of(1), 1, EACH_S)
         self.updated_s = 0.0 if self.constraints.state_tiers else updated_s(job, space) / n
-        per_sample = [
-            tuple(each_s * count / job.program.batch_size for each_s in phase)
-            for phase in segments_s(part, space, count)
-        ]
+        launch_s = 0.0 if job.profile is not None else min(group.device.launch_s for group in job.cluster.groups)
+        computed, launched = (segments_s(part, space, count, most_s) for most_s in (math.inf, launch_s))
 
         def shared(combination: Combination) -> Least:
             share = combination.pp / (combination.microbatches * n)
-            by = job.program.batch_size * share
-            forward_s, backward_s, round_s = (tuple(each_s * by for each_s in phase) for phase in per_sample)
+            forward_s, backward_s, round_s = (
+                tuple(once + (each - once) * count * share for each, once in zip(*both, strict=True))
+                for both in zip(computed, launched, strict=True)
+            )
             both = tuple(f + b for f, b in zip(forward_s, backward_s, strict=True))
             return Least(sum(both), both, forward_s, backward_s, round_s, 1.0, whole, share)
 
