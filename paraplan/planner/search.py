@@ -19,6 +19,7 @@ from paraplan.ir.execution.rank_program import InstrKind
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan
 from paraplan.ir.process.garbage import seldom_collected
+from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.certificate import certified_alike, with_pins
@@ -120,7 +121,7 @@ def find(
         found.know(known)
         (best, *drafts), is_interrupted = _pipelines_of(found, listed, certify)
         plan = with_pins(best.made(), asked)
-        notes = dict.fromkeys((*plan.notes, *alone_note(plan), *_alike_note(plan)))
+        notes = dict.fromkeys((*plan.notes, *alone_note(plan), *_alike_note(plan), *_capped_note(plan, asked)))
         plan = msgspec.structs.replace(plan, notes=tuple(notes))
         return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s, tuple(drafts)), is_interrupted)
     constraints = msgspec.structs.replace(constraints, pp=1)
@@ -141,7 +142,7 @@ def find(
         raise _none_found(solved) from None
     fastest, others = solved.fastest(unpriced)
     plan = with_pins(fastest, asked)
-    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_alike_note(plan)))
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_alike_note(plan), *_capped_note(plan, asked)))
     if plan.profile is not None:
         plan = with_used_profile(plan, programs_of(plan))
     solve_s = sum(candidate.solve_s for candidate in solved.found)
@@ -171,6 +172,14 @@ def _alike_note(plan: Plan) -> tuple[str, ...]:
         f"each of the {each} does all of the work, as one alone would: over these links whatever divides it takes "
         f"longer; use one {one}, or devices with faster links",
     )
+
+
+def _capped_note(plan: Plan, asked: Constraints) -> tuple[str, ...]:
+    """That more memory is allowed than devices have."""
+    room, given = plan.cluster.plan_bytes(asked.reserve_bytes), asked.memory_bytes
+    if given is None or given <= room:
+        return ()
+    return (f"{say_size(given)} are allowed on a device, of which it has {say_size(room)} for a plan",)
 
 
 def _checked(job: Job, constraints: Constraints) -> tuple[Job, Constraints, tuple[str, ...]]:
@@ -208,7 +217,7 @@ def find_mixed(
         Interrupted: with the best plan until then, or none.
         SolverLimitError: none that fits was found.
     """
-    deadline = Deadline(planning_time_s(time_limit_s))
+    deadline, asked = Deadline(planning_time_s(time_limit_s)), constraints
     if not allows_mixed(job, constraints):
         raise ConstraintError("what is pinned, or may be off the device, leaves no pipeline over differing groups")
     job, constraints, unpriced = _checked(job, constraints)
@@ -219,7 +228,7 @@ def find_mixed(
         if not (plans := found_until(fault, Plan)):
             raise
         plan, is_interrupted = plans[0], True
-    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unpriced, *alone_note(plan)))
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unpriced, *alone_note(plan), *_capped_note(plan, asked)))
     return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s), is_interrupted)
 
 

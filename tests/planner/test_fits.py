@@ -362,3 +362,12 @@ def test_a_plan_read_back_has_the_room_that_was_pinned() -> None:
         room = device_budget(plan.cluster, Constraints(**PINS, **pins))
         assert set(plan.room_bytes) == {room} and room == (memory if not pins else memory - memory // 4)
         assert with_reserved(plan, programs_of(plan)).prediction == made.prediction
+
+
+def test_more_memory_than_devices_have_is_said() -> None:
+    on = job(1 << 30)
+    room = on.cluster.plan_bytes()
+    for memory_bytes, is_said in ((room + 1, True), (room, False), (None, False)):
+        for pins in (Constraints(memory_bytes=memory_bytes), Constraints(memory_bytes=memory_bytes, pp=1)):
+            notes = find(on, pins, 20.0, certify=False).plan.notes
+            assert any("are allowed on a device, of which it has" in note for note in notes) == is_said

@@ -269,6 +269,8 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
     """
     if not cluster.groups:
         raise ClusterError(f"cluster {cluster.name!r}: groups is empty; describe at least one group of nodes")
+    if cluster.num_devices > MOST_DEVICES:
+        raise ClusterError(f"cluster {cluster.name!r}: {cluster.num_devices} devices; there may be {MOST_DEVICES}")
     for index, group in enumerate(cluster.groups):
         at = f"groups[{index}]"
         check_positive(cluster.name, group.nodes, f"{at}.nodes")
@@ -280,8 +282,6 @@ def check_cluster(cluster: ClusterSpec) -> ClusterSpec:
         for name in ("in_node", "between_nodes", *TIERS):
             check_link(cluster.name, getattr(group, name), f"{at}.{name}")
     check_link(cluster.name, cluster.between_nodes, "between_nodes")
-    if cluster.num_devices > MOST_DEVICES:
-        raise ClusterError(f"cluster {cluster.name!r}: {cluster.num_devices} devices; there may be {MOST_DEVICES}")
     backends = sorted({group.device.backend for group in cluster.groups})
     if len(backends) > 1:
         raise ClusterError(

@@ -216,3 +216,32 @@ def test_kinds_of_devices_follow_the_devices_not_the_groups() -> None:
     assert mixed.device_kinds() == (0, 0, 0, 0, 1, 1, 1)
     assert cluster.plan_bytes() == 4 << 30 and mixed.memory_bytes(tuple(range(7))) == 1 << 20
     assert mixed.memory_bytes((0, 1)) == cluster.groups[0].device.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", " \n", "it is empty; `paraplan cluster schema`"),
+        ("a.json", "", "it is empty"),
+        ("a.yaml", "name: a\nname: b\ngroups: []\n", "line 2, column 1: 'name' is given twice .*line 1"),
+        (
+            "a.json",
+            '{"name": "a",\n "groups": [{"nodes": NaN}]}',
+            'line 2: .* after .*"nodes": \'; a number is written',
+        ),
+        ("a.json", '{"name": "a",\n "groups": [}', r"line 2: .* after .*\"groups\": \['$"),
+    ],
+)
+def test_what_is_malformed_is_said_with_its_place(tmp_path: Path, name: str, text: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=said):
+        read_cluster(path)
+
+
+def test_too_many_devices_are_said_before_what_they_would_have() -> None:
+    group = msgspec.structs.replace(
+        ClusterSpec.local(2).groups[0], devices_per_node=99999999, host_memory_bytes=1 << 90
+    )
+    with pytest.raises(ClusterError, match="99999999 devices; there may be"):
+        check_cluster(ClusterSpec(name="many", groups=(group,)))
