@@ -9,7 +9,7 @@ family by as much again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from paraplan.planner.joint.combinations import ONE_STAGE
@@ -22,6 +22,8 @@ a second. The first is multiplied by the share of the time that is left then, th
 ALIKE = 1.05
 """How much longer than estimated pipelines of a family not planned yet are thought to be at most, for those of others
 having been."""
+ORDERED, ORDERED_MOST = 256, 3
+"""Forwards of a step up to which a pipeline's orders are searched for; of how many pipelines they are."""
 UNFIT = 1.15
 """How much longer than estimated pipelines of a kind are taken to be for each that was to fit and does not."""
 
@@ -75,3 +77,17 @@ class Promise:
             self.unfit.update((kind, (kind, estimate.family)))
         else:
             self.off[estimate.family] = found_s / estimate.step_s
+
+
+def to_be_ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Those whose orders are worth searching for: of pipelines of few actions the first of each, whatever its schedule.
+
+    Args:
+        estimates: the most promising first.
+    """
+    alike: dict[object, Estimate] = {}
+    for each in estimates:
+        c = each.combination
+        if c.pp > 1 and c.num_actions <= ORDERED:
+            alike.setdefault((c.pp, c.mesh, c.microbatches, c.each), each)
+    return list(alike.values())[:ORDERED_MOST]

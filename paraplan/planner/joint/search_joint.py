@@ -35,7 +35,7 @@ from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.nothing_found import nothing_found
 from paraplan.planner.joint.prices.pricing import Pricing, pricing_beside
-from paraplan.planner.joint.promise import Promise
+from paraplan.planner.joint.promise import Promise, to_be_ordered
 from paraplan.planner.one_stage.one_stage_plans import OneStage, OneStagePlans, is_piped
 from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.pipeline_search import Slower
@@ -61,9 +61,9 @@ PROMISING = 0.01
 """How much shorter than the best plan another has to promise to be for time kept for other searches to go into it."""
 LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many microbatches."""
-ORDERED, ORDERED_LEFT, ORDERED_SHARE = 256, 0.25, 0.15
-"""Forwards of a step up to which the best pipeline's orders are searched for; of the limit, what is left then at least;
-of what is left, what that may take."""
+ORDERED_LEFT, ORDERED_SHARE, ORDERED_GAIN = 0.25, 0.15, 0.06
+"""Of the limit, what is left at least for a pipeline's orders to be searched for; of what is left, what that may take;
+by how much longer than the best plan it may be thought to be."""
 LISTED, MOST_WORKERS = 300, 8
 """Combinations from which on processes beside this one are worth their start at once; how many there are at most, with
 it."""
@@ -149,7 +149,7 @@ class JointSearch:
             alone_s = min((each.step_s for each in estimates if each.combination.pp == 1), default=math.inf)
             alone.solve(self.roomless, self._hoped_of, alone_s, certify, self._proof is not None)
             alone.plan_by_hand()
-            self._order_anew()
+            self._order_anew(estimates)
             self.drafts = self.drafts or self.roomless  # for which room is to be made
             self._make_fastest()
         except KeyboardInterrupt as fault:
@@ -221,15 +221,17 @@ class JointSearch:
             self.progress(f"a bound on every pipeline; best so far {self.best_s:.4g} s")
             self._proof.begin(best.cut, best.step_s, at_once=self.is_interrupted)
 
-    def _order_anew(self) -> None:
-        """Search for a schedule of the stages of the best plan, a pipeline of few actions, where no schedule is pinned
-        and there is time."""
-        best = min(self.drafts, key=step_s, default=None)
-        estimate = None if best is None else self._planned.get(self._drafted[id(best)][0])
-        late = self.deadline.passed_s > (1 - ORDERED_LEFT) * self.deadline.limit_s
-        if estimate is None or self.constraints.schedule is not None or late:
+    def _order_anew(self, estimates: Sequence[Estimate]) -> None:
+        """Search for schedules of the stages of pipelines of few actions, of the best plan where it is one and of those
+        that were thought to come near it, where no schedule is pinned and there is time."""
+        if self.constraints.schedule is not None or not self.drafts:
             return
-        if estimate.combination.pp > 1 and estimate.combination.num_actions <= ORDERED:
+        best = self._planned.get(self._drafted[id(min(self.drafts, key=step_s))][0])
+        within_s = (1 + ORDERED_GAIN) * self.best_s
+        near = sorted((each for each in estimates if self._hoped_s(each) <= within_s), key=self._hoped_s)
+        for estimate in to_be_ordered([*([] if best is None else [best]), *near]):
+            if self.deadline.passed_s > (1 - ORDERED_LEFT) * self.deadline.limit_s:
+                return
             drafting = Drafting(self.pricing, self.shardings, self.reserves, [])
             drafting = drafting.ordering(self.deadline.share_s(ORDERED_SHARE))
             make = partial(drafting.ordered_anew, estimate)

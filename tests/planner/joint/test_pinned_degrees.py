@@ -20,22 +20,25 @@ from paraplan.ir.plan import ModelRef, Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
-from paraplan.planner.joint import search_joint
+from paraplan.planner.joint import promise
 from paraplan.planner.joint.at_cut import PricedPosition, recomputed
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.joint.estimate import Pricer
+from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.prices.pricing import Pricing
+from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.pipeline.cuts.balanced_cuts import cut_balanced
+from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline import with_activations
 from paraplan.planner.pipeline.pipeline_case import case_of
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
+from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.recompute.stage_memory import LOOSE, recomputing
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.schedules.order_times import named_times
 from paraplan.planner.schedules.schedule_problem import StageCosts
-from paraplan.planner.search import search
+from paraplan.planner.search import find, search
 
 MIB = 2**20
 
@@ -76,9 +79,38 @@ def test_a_pipeline_of_few_actions_is_ordered_anew(gpt: Job, monkeypatch: pytest
     assert plan.schedule.name == SEARCHED and certificate.bound_s < step_s
     pinned = search(gpt, msgspec.structs.replace(pins, schedule=SEARCHED), 60.0, certify=False).plan
     assert step_s <= 1.02 * pinned.prediction.step_s
-    monkeypatch.setattr(search_joint, "ORDERED", 0)
+    monkeypatch.setattr(promise, "ORDERED", 0)
     named = search(gpt, pins, 60.0, certify=False).plan
     assert named.schedule.name in NAMED and named.prediction.step_s > step_s
+
+
+def test_pipelines_that_come_near_a_plan_of_one_stage_are_ordered_anew(
+    gpt: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their schedules, the first of each; not what was to take much longer, nor once time is short."""
+    search_of = JointSearch(
+        gpt, Constraints(), Shardings(lambda *_: pytest.fail("none is needed")), lambda _: None, Deadline(600.0)
+    )
+    of = [
+        (1.0, Combination(2, (2,), 4, "1f1b", 1)),
+        (1.01, Combination(2, (2,), 4, "zb-h1", 1)),
+        (1.02, Combination(4, (1,), 4, "1f1b", 1)),
+        (1.03, Combination(2, (2,), 512, "1f1b", 1)),
+        (1.04, Combination(2, (2,), 8, "1f1b", 1)),
+        (1.2, Combination(4, (1,), 8, "1f1b", 1)),
+    ]
+    estimates = [Estimate(each, step_s, 0, (), None) for step_s, each in of]  # type: ignore[arg-type]
+    alone = Draft.of(find(gpt, Constraints(mesh=(4,), pp=1), certify=False).plan)
+    alone.step_s = 1.0
+    search_of.drafts.append(alone)
+    search_of._drafted[id(alone)] = "one stage", None, {}
+    tried: list[str] = []
+    monkeypatch.setattr(JointSearch, "_try", lambda self, what, *_: tried.append(what))
+    search_of._order_anew(estimates)
+    assert tried == [f"{of[at][1].text}, ordered anew" for at in (0, 2, 4)]
+    search_of.deadline._started -= 590.0
+    search_of._order_anew(estimates)
+    assert len(tried) == 3
 
 
 def test_a_cut_whose_stages_fit_is_found(gpt: Job, monkeypatch: pytest.MonkeyPatch) -> None:
