@@ -18,6 +18,7 @@ what is certified. That nothing is found within a lower budget proves nothing ab
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -165,50 +166,63 @@ def _mixed_room(job: Job, constraints: Constraints, time_limit_s: float, progres
     return find_mixed(job, constraints, time_limit_s, progress, certify, reserves=looks)
 
 
+_Try = tuple[Constraints, BestPlan | None]
+
+
 def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progress: Progress) -> BestPlan | None:
     """A plan of least memory, where one fits: on one device in an order of ops of its own, on several with everything
-    sharded and made again."""
-    started = time.perf_counter()
+    sharded and made again, or nothing."""
     budget = device_budget(job.cluster, constraints)
     progress("nothing found fits; planning for as little memory as can be")
     ways = list(all_sharded(job, constraints))
     ways += [each for each in divided(job, constraints) if each not in ways]
-    if sharded := next(filter(None, _tried(job, ways, deadline, progress)), None):
-        return sharded
+    tried = _tried(job, ways, deadline, progress)
+    for first in filter(lambda each: each[1] is not None, tried):  # the next is with nothing made again, as a rule
+        fitting = [(pins, found) for pins, found in (first, *itertools.islice(tried, 1)) if found is not None]
+        pins, found = min(fitting, key=lambda each: each[1].step_s)
+        return found if constraints.microbatches else _in_fewer(job, pins, found, deadline, progress)
     job = prepared(job, constraints)
     mesh = candidate_meshes(job, constraints)[0]
-    if not orders_freely(mesh, constraints):
-        return None
-    lean = leanest(job, mesh, constraints, lean_time_s(deadline.limit_s), budget)
+    limit_s = lean_time_s(deadline.limit_s)
+    lean = leanest(job, mesh, constraints, limit_s, budget) if orders_freely(mesh, constraints) else None
     if lean is None or lean.held_bytes > budget:
         return None
-    seconds = time.perf_counter() - started
+    seconds = deadline.passed_s
     return _with_reserved(BestPlan(certified(lean.candidate, 0.0, 1), seconds, seconds), budget)
 
 
-def _tried(job: Job, ways: Sequence[Constraints], deadline: Deadline, progress: Progress) -> Iterator[BestPlan | None]:
-    """Plans under constraints that ask for little memory, None for each that does not fit; late, of a few of them."""
+def _in_fewer(job: Job, pins: Constraints, found: BestPlan, deadline: Deadline, progress: Progress) -> BestPlan:
+    """The plan in half as many microbatches, as long as it fits so and gets faster."""
+    made = [found]
+    while made[-1].plan.num_microbatches > 1 and deadline.passed_s < (1 + EACH) * deadline.limit_s:
+        fewer = msgspec.structs.replace(pins, microbatches=made[-1].plan.num_microbatches // 2)
+        with handing_on(made[-1:]):
+            _, other = next(_tried(job, [fewer], deadline, progress), (fewer, None))
+        if other is None or other.step_s >= made[-1].step_s:
+            break
+        made.append(other)
+    return made[-1]
+
+
+def _tried(job: Job, ways: Sequence[Constraints], deadline: Deadline, progress: Progress) -> Iterator[_Try]:
+    """Plans under constraints of little memory, None for each that does not fit; late, of a few of them."""
     for number, pins in enumerate(ways):
         if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
             return
         budget = device_budget(job.cluster, pins)
         with suppress(ConstraintError):
-            try:
+            found: BestPlan | None = None
+            with suppress(NoPlanError):
                 found = _with_reserved(find(job, pins, deadline.share_s(EACH), progress, certify=False), budget)
-            except NoPlanError:
-                yield None
-            else:
-                yield found if pins.reserve_bytes == 0 or needed_bytes(found.plan) <= budget else None
+            fits = found is not None and (pins.reserve_bytes == 0 or needed_bytes(found.plan) <= budget)
+            yield pins, found if fits else None
 
 
 def _may_fit(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> bool:
     """Whether a plan of least memory fits, or none is known."""
-    tried = 0
-    for found in _tried(job, list(all_sharded(job, constraints)), Deadline(time_limit_s), progress):
-        if found is not None:
-            return True
-        tried += 1
-    return not tried
+    tries = _tried(job, list(all_sharded(job, constraints)), Deadline(time_limit_s), progress)
+    fit = (found is not None for _, found in tries)
+    return next(fit, True) or any(fit)
 
 
 def _for_fewer(rounds: _Rounds, constraints: Constraints) -> BestPlan:

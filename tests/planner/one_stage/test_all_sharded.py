@@ -53,7 +53,7 @@ def test_what_is_sharded_over_all_devices() -> None:
 
 
 def test_a_search_that_found_nothing_falls_back_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late it is: two of them take a second or two."""
+    """However late it is: two of them take a second or two. In fewer microbatches it is not looked for then."""
     find, asked = fits.find, list[Constraints]()
 
     def searched(job: Job, constraints: Constraints, *rest: Any, **more: Any) -> BestPlan:
@@ -67,7 +67,7 @@ def test_a_search_that_found_nothing_falls_back_on_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(fits, "find", searched)
     found = search_room(zoo_job("gpt2", 4), FREE, 15.0).plan
-    assert len(asked) == 2 and (asked[1].dp, asked[1].zero, asked[1].recompute) == (4, 3, "full")
+    assert len(asked) == 3 and (asked[1].dp, asked[1].zero, asked[1].recompute) == (4, 3, "full")
     assert found.num_microbatches == zoo_job("gpt2", 4).program.batch_size // 4
     assert any("time limit of 15 s ran out" in note for note in found.notes)
 
@@ -95,6 +95,31 @@ def test_what_holds_more_for_being_made_again_is_kept() -> None:
 
     assert {each.recompute for each in all_sharded(job, FREE)} == {"full", "none"}
     assert needed("none") <= needed("full")
+
+
+def test_a_plan_of_least_memory_takes_no_more_time_than_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made again where that fits, and microbatches are as few as fit."""
+    with torch.device("meta"):
+        program = capture(_Vocabulary(), {"ids": torch.zeros(32, 64, dtype=torch.int64)}, precision="fp32")
+    job, asked = replace(zoo_job("gpt2", 4), program=program), list[tuple[Any, ...]]()
+
+    def found(of: Job, pins: Constraints, *given: Any, **more: Any) -> BestPlan:
+        if pins.recompute is None:
+            raise SolverLimitError("nothing in time")
+        made = find(of, pins, *given, **more)
+        asked.append((pins.recompute, made.plan.num_microbatches, made.step_s))
+        return made
+
+    def peak(count: int) -> int:
+        pins = Constraints(dp=4, zero=3, recompute="none", microbatches=count)
+        return max(find(job, pins, 10.0, certify=False).plan.prediction.peak_bytes)
+
+    monkeypatch.setattr(fits, "find", found)
+    tight = Constraints(memory_bytes=peak(2), reserve_bytes=0)
+    plan = search_room(job, tight, 30.0).plan
+    assert asked[0][:2] == ("full", 8) and asked[1][:2] == ("none", 8)
+    assert [each[:2] for each in asked[2:]] == [("none", 4), ("none", 2)] and plan.num_microbatches == 2
+    assert plan.prediction.step_s == min(step_s for _, _, step_s in asked)
 
 
 @pytest.mark.parametrize("pins", [FREE, Constraints(pp=2), Constraints(dp=4, zero=0)])
