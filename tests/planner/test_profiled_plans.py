@@ -152,7 +152,7 @@ def _contains(shape: list[int], wanted: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("share", "pins"), [(0.4, {"microbatches": 2}), (1.0, {"dp": 2, "tp": 2}), (0.4, {"zero": 3, "dp": 4})]
+    ("share", "pins"), [(0.4, {"microbatches": 2, "pp": 1}), (1.0, {"dp": 2, "tp": 2}), (0.4, {"zero": 3, "dp": 4})]
 )
 def test_a_profiled_plan_carries_its_times_and_keeps_its_bound(
     program: Program, share: float, pins: dict[str, int]
