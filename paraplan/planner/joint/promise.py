@@ -23,7 +23,8 @@ ALIKE = 1.05
 """How much longer than estimated pipelines of a family not planned yet are thought to be at most, for those of others
 having been."""
 ORDERED, ORDERED_MOST = 256, 3
-"""Forwards of a step up to which a pipeline's orders are searched for; of how many pipelines they are."""
+"""Forwards of a step up to which a pipeline's orders are searched for, those of segments where it is not the best; of
+how many pipelines they are."""
 UNFIT = 1.15
 """How much longer than estimated pipelines of a kind are taken to be for each that was to fit and does not."""
 
@@ -79,15 +80,19 @@ class Promise:
             self.off[estimate.family] = found_s / estimate.step_s
 
 
-def to_be_ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Those whose orders are worth searching for: of pipelines of few actions the first of each, whatever its schedule.
+def to_be_ordered(best: Estimate | None, near: Iterable[Estimate], segments: int) -> list[Estimate]:
+    """Those whose orders are worth searching for: of pipelines of few actions the first of each, whatever its schedule,
+    of those that are not the best only such as are quickly planned.
 
     Args:
-        estimates: the most promising first.
+        best: of the best plan; None where that is no pipeline.
+        near: others, the most promising first.
+        segments: of the model.
     """
     alike: dict[object, Estimate] = {}
-    for each in estimates:
+    for each in (*([] if best is None else [best]), *near):
         c = each.combination
-        if c.pp > 1 and c.num_actions <= ORDERED:
+        quick = each is best or c.microbatches * segments <= ORDERED
+        if c.pp > 1 and c.num_actions <= ORDERED and quick:
             alike.setdefault((c.pp, c.mesh, c.microbatches, c.each), each)
     return list(alike.values())[:ORDERED_MOST]

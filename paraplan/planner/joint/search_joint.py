@@ -229,7 +229,7 @@ class JointSearch:
         best = self._planned.get(self._drafted[id(min(self.drafts, key=step_s))][0])
         within_s = (1 + ORDERED_GAIN) * self.best_s
         near = sorted((each for each in estimates if self._hoped_s(each) <= within_s), key=self._hoped_s)
-        for estimate in to_be_ordered([*([] if best is None else [best]), *near]):
+        for estimate in to_be_ordered(best, near, len(self.job.program.segments)):
             if self.deadline.passed_s > (1 - ORDERED_LEFT) * self.deadline.limit_s:
                 return
             drafting = Drafting(self.pricing, self.shardings, self.reserves, [])
