@@ -23,8 +23,9 @@ ALIKE = 1.05
 """How much longer than estimated pipelines of a family not planned yet are thought to be at most, for those of others
 having been."""
 ORDERED, ORDERED_MOST = 256, 3
-"""Forwards of a step up to which a pipeline's orders are searched for, those of segments where it is not the best; of
-how many pipelines they are."""
+"""Forwards of a step up to which a pipeline's orders are searched for; of how many pipelines they are."""
+FEW_SEGMENTS = 32
+"""Of a model, up to which they are of pipelines that are not the best: a search takes seconds for each."""
 UNFIT = 1.15
 """How much longer than estimated pipelines of a kind are taken to be for each that was to fit and does not."""
 
@@ -82,7 +83,7 @@ class Promise:
 
 def to_be_ordered(best: Estimate | None, near: Iterable[Estimate], segments: int) -> list[Estimate]:
     """Those whose orders are worth searching for: of pipelines of few actions the first of each, whatever its schedule,
-    of those that are not the best only such as are quickly planned.
+    and those of a long model only where it is the best.
 
     Args:
         best: of the best plan; None where that is no pipeline.
@@ -92,7 +93,6 @@ def to_be_ordered(best: Estimate | None, near: Iterable[Estimate], segments: int
     alike: dict[object, Estimate] = {}
     for each in (*([] if best is None else [best]), *near):
         c = each.combination
-        quick = each is best or c.microbatches * segments <= ORDERED
-        if c.pp > 1 and c.num_actions <= ORDERED and quick:
+        if c.pp > 1 and c.num_actions <= ORDERED and (each is best or segments <= FEW_SEGMENTS):
             alike.setdefault((c.pp, c.mesh, c.microbatches, c.each), each)
     return list(alike.values())[:ORDERED_MOST]
