@@ -18,10 +18,9 @@ what is certified. That nothing is found within a lower budget proves nothing ab
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +28,7 @@ from typing import NoReturn
 
 import msgspec
 
-from paraplan.cost_models.predict import with_reserved
-from paraplan.ir.errors import ConstraintError, NoPlanError, SolverLimitError
+from paraplan.ir.errors import NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.plan_words import plan_words
@@ -40,22 +38,25 @@ from paraplan.planner.allowing import allowing
 from paraplan.planner.alternatives.tried import kept, planned, unreserved
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
-from paraplan.planner.certificate import certified, certified_as
+from paraplan.planner.certificate import certified_as
 from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.contradictions import planning_time_s
 from paraplan.planner.deadline import FIRST, Deadline
 from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
-from paraplan.planner.one_stage.all_sharded import all_sharded, divided
+from paraplan.planner.one_stage.least_memory import LeastMemory
 from paraplan.planner.one_stage.nearest_plan import how_near
-from paraplan.planner.one_stage.on_mesh import MOST_LATE
-from paraplan.planner.one_stage.roomier import WORSE, gathering_later, needed_bytes, others_with_room, with_room
-from paraplan.planner.passes.leanest import lean_time_s, leanest, orders_freely
+from paraplan.planner.one_stage.roomier import (
+    WORSE,
+    as_reserved,
+    gathering_later,
+    needed_bytes,
+    others_with_room,
+    with_room,
+)
 from paraplan.planner.pipeline.draft import Draft
-from paraplan.planner.pipeline.meshes import candidate_meshes
 from paraplan.planner.pipeline.stage_sharding import Shardings
-from paraplan.planner.schedules.full_rounds import programs_of
 from paraplan.planner.schedules.named import NAMED
 from paraplan.planner.search import find, find_mixed, prepared
 
@@ -65,8 +66,6 @@ ENOUGH = 0.02
 """How much slower than the first a plan may be for no other microbatches to be searched."""
 LATE = 2
 """Searches begun after the time is over."""
-RESORTS = 4
-"""Plans that need least memory which are made however late it is, where nothing else was found."""
 STRIDE = 0.002
 """Of the bytes alive, how many fewer the first of these searches is for at least, and the next for twice as many: what
 is reserved may hardly depend on them."""
@@ -125,11 +124,11 @@ def _search_room(
     except KeyboardInterrupt as fault:
         raise Interrupted(_fitting(found_until(fault, BestPlan), budget, looks)) from None
     except SolverLimitError as fault:
-        lean = None if known else _fallen_back(job, constraints, deadline, progress)
+        lean = None if known else _least_memory(job, constraints, deadline, progress).plan(constraints)
         if lean is None:
             raise _with_nearest(fault, job, constraints, budget) from None
         return _timed(lean, deadline)
-    tries = [_with_reserved(first, budget)]
+    tries = [as_reserved(first, budget)]
     if not looks or needed_bytes(tries[0].plan) <= budget:
         return _timed(tries[0], deadline)
     try:
@@ -139,7 +138,7 @@ def _search_room(
         fitting = _fitting([*found_until(fault, BestPlan), *tries], budget, looks)
         raise Interrupted([_last_of([tries[0], each]) for each in fitting]) from None
     except SolverLimitError as fault:
-        lean = None if known else _fallen_back(job, constraints, deadline, progress)
+        lean = None if known else _least_memory(job, constraints, deadline, progress).plan(constraints)
         if lean is None:
             raise _with_nearest(fault, job, constraints, budget) from None
         return _timed(_last_of([*tries, lean]), deadline)
@@ -154,7 +153,7 @@ def _with_nearest(fault: SolverLimitError, job: Job, constraints: Constraints, b
 
 def _fitting(found: Sequence[BestPlan], budget: int, looks: bool) -> list[BestPlan]:
     """Of plans found until an interrupt the fastest that allocators have room for, or another one made on its way."""
-    made = [_with_reserved(each, budget) for each in found]
+    made = [as_reserved(each, budget) for each in found]
     fitting = [each for each in made if not looks or needed_bytes(each.plan) <= budget]
     if not fitting:
         fitting = [other for each in made[:1] for other in others_with_room(each, budget, math.inf)]
@@ -166,63 +165,13 @@ def _mixed_room(job: Job, constraints: Constraints, time_limit_s: float, progres
     return find_mixed(job, constraints, time_limit_s, progress, certify, reserves=looks)
 
 
-_Try = tuple[Constraints, BestPlan | None]
-
-
-def _fallen_back(job: Job, constraints: Constraints, deadline: Deadline, progress: Progress) -> BestPlan | None:
-    """A plan of least memory, where one fits: on one device in an order of ops of its own, on several with everything
-    sharded and made again, or nothing."""
-    budget = device_budget(job.cluster, constraints)
-    progress("nothing found fits; planning for as little memory as can be")
-    ways = list(all_sharded(job, constraints))
-    ways += [each for each in divided(job, constraints) if each not in ways]
-    tried = _tried(job, ways, deadline, progress)
-    for first in filter(lambda each: each[1] is not None, tried):  # the next is with nothing made again, as a rule
-        fitting = [(pins, found) for pins, found in (first, *itertools.islice(tried, 1)) if found is not None]
-        pins, found = min(fitting, key=lambda each: each[1].step_s)
-        return found if constraints.microbatches else _in_fewer(job, pins, found, deadline, progress)
-    job = prepared(job, constraints)
-    mesh = candidate_meshes(job, constraints)[0]
-    limit_s = lean_time_s(deadline.limit_s)
-    lean = leanest(job, mesh, constraints, limit_s, budget) if orders_freely(mesh, constraints) else None
-    if lean is None or lean.held_bytes > budget:
-        return None
-    seconds = deadline.passed_s
-    return _with_reserved(BestPlan(certified(lean.candidate, 0.0, 1), seconds, seconds), budget)
-
-
-def _in_fewer(job: Job, pins: Constraints, found: BestPlan, deadline: Deadline, progress: Progress) -> BestPlan:
-    """The plan in half as many microbatches, as long as it fits so and gets faster."""
-    made = [found]
-    while made[-1].plan.num_microbatches > 1 and deadline.passed_s < (1 + EACH) * deadline.limit_s:
-        fewer = msgspec.structs.replace(pins, microbatches=made[-1].plan.num_microbatches // 2)
-        with handing_on(made[-1:]):
-            _, other = next(_tried(job, [fewer], deadline, progress), (fewer, None))
-        if other is None or other.step_s >= made[-1].step_s:
-            break
-        made.append(other)
-    return made[-1]
-
-
-def _tried(job: Job, ways: Sequence[Constraints], deadline: Deadline, progress: Progress) -> Iterator[_Try]:
-    """Plans under constraints of little memory, None for each that does not fit; late, of a few of them."""
-    for number, pins in enumerate(ways):
-        if number >= RESORTS and deadline.passed_s > MOST_LATE * deadline.limit_s:
-            return
-        budget = device_budget(job.cluster, pins)
-        with suppress(ConstraintError):
-            found: BestPlan | None = None
-            with suppress(NoPlanError):
-                found = _with_reserved(find(job, pins, deadline.share_s(EACH), progress, certify=False), budget)
-            fits = found is not None and (pins.reserve_bytes == 0 or needed_bytes(found.plan) <= budget)
-            yield pins, found if fits else None
+def _least_memory(job: Job, constraints: Constraints, deadline: Deadline, progress: Progress) -> LeastMemory:
+    return LeastMemory(find, prepared(job, constraints), deadline, progress)
 
 
 def _may_fit(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> bool:
     """Whether a plan of least memory fits, or none is known."""
-    tries = _tried(job, list(all_sharded(job, constraints)), Deadline(time_limit_s), progress)
-    fit = (found is not None for _, found in tries)
-    return next(fit, True) or any(fit)
+    return _least_memory(job, constraints, Deadline(time_limit_s), progress).may_fit(constraints)
 
 
 def _for_fewer(rounds: _Rounds, constraints: Constraints) -> BestPlan:
@@ -301,7 +250,7 @@ class _Rounds:
             except NoPlanError as fault:
                 low, self.why = allowed, fault
                 continue
-            self.tries.append(_with_reserved(found, self.budget))
+            self.tries.append(as_reserved(found, self.budget))
             plan = self.tries[-1].plan
             if needed_bytes(plan) <= self.budget:
                 return [self.tries[-1]]
@@ -324,13 +273,6 @@ class _Rounds:
 
 def _unasked(job: Job, constraints: Constraints, kept_bytes: float | None, mesh: Mesh | None) -> NoReturn:
     raise AssertionError(f"a sharding was asked for, and is known ({job}, {constraints}, {kept_bytes}, {mesh})")
-
-
-def _with_reserved(found: BestPlan, budget: int) -> BestPlan:
-    """With what allocators reserve, where the search that made it has not said so for the same budget."""
-    if _predicted(found.plan).reserved_bytes:
-        return found
-    return replace(found, plan=with_reserved(found.plan, programs_of(found.plan), budget))
 
 
 def _timed(found: BestPlan, deadline: Deadline) -> BestPlan:

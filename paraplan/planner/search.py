@@ -217,7 +217,7 @@ def find_mixed(
         Interrupted: with the best plan until then, or none.
         SolverLimitError: none that fits was found.
     """
-    deadline, asked = Deadline(planning_time_s(time_limit_s)), constraints
+    deadline = Deadline(planning_time_s(time_limit_s))
     if not allows_mixed(job, constraints):
         raise ConstraintError("what is pinned, or may be off the device, leaves no pipeline over differing groups")
     job, constraints, unpriced = _checked(job, constraints)
@@ -228,7 +228,9 @@ def find_mixed(
         if not (plans := found_until(fault, Plan)):
             raise
         plan, is_interrupted = plans[0], True
-    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unpriced, *alone_note(plan), *_capped_note(plan, asked)))
+    plan = msgspec.structs.replace(
+        plan, notes=(*plan.notes, *unpriced, *alone_note(plan), *_capped_note(plan, constraints))
+    )
     return ended(BestPlan(plan, deadline.passed_s, deadline.passed_s), is_interrupted)
 
 

@@ -20,7 +20,7 @@ from paraplan.ir.struct import read_bytes
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML with the floats of its version 1.2, PyYAML alone reads 25e9 and 1e-5 as text; and with every key once."""
+    """YAML with the floats of its version 1.2 (PyYAML alone reads 25e9 and 1e-5 as text), and with every key once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping; refused where a key is there twice, of which PyYAML would take the last."""

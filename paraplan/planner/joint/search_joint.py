@@ -44,8 +44,6 @@ from paraplan.planner.pipeline.stage_sharding import Shardings
 
 Make = Callable[[Drafting], Draft | Slower]
 """Makes a draft."""
-
-
 MOST, GRACE = 4, 1.4
 """Pipelines planned one after another without one being faster than the best, after which no other is; times the limit,
 after which one in vain is enough, as it is where none was to fit and plans of least memory are left to try."""

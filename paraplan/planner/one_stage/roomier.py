@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 
@@ -37,6 +38,18 @@ left, how long each may take."""
 def needed_bytes(plan: Plan) -> int:
     """The most any rank's allocator reserves; where devices have none that caches, the most alive."""
     return max(_predicted(plan).reserved_bytes or _predicted(plan).peak_bytes)
+
+
+def as_reserved(found: BestPlan, budget: int) -> BestPlan:
+    """With what allocators reserve, where the search that made it has not said so for the same budget.
+
+    Args:
+        found: a plan that was priced.
+        budget: bytes that allocators may reserve on a device.
+    """
+    if _predicted(found.plan).reserved_bytes:
+        return found
+    return replace(found, plan=with_reserved(found.plan, programs_of(found.plan), budget))
 
 
 def with_room(

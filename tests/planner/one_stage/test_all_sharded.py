@@ -122,6 +122,23 @@ def test_a_plan_of_least_memory_takes_no_more_time_than_it_has_to(monkeypatch: p
     assert plan.prediction.step_s == min(step_s for _, _, step_s in asked)
 
 
+@pytest.mark.parametrize("made", [1, 2, 3])
+def test_an_interrupt_gives_the_plan_of_least_memory_that_there_is(monkeypatch: pytest.MonkeyPatch, made: int) -> None:
+    known: list[BestPlan] = []
+
+    def found(of: Job, pins: Constraints, *given: Any, **more: Any) -> BestPlan:
+        if pins.recompute is None:
+            raise SolverLimitError("nothing in time")
+        if len(known) == made:
+            raise KeyboardInterrupt
+        known.append(find(of, pins, *given, **more))
+        return known[-1]
+
+    monkeypatch.setattr(fits, "find", found)
+    plan = search_room(zoo_job("gpt2", 4), FREE, 30.0).plan
+    assert plan.prediction.step_s == min(each.step_s for each in known) and len(known) == made
+
+
 @pytest.mark.parametrize("pins", [FREE, Constraints(pp=2), Constraints(dp=4, zero=0)])
 def test_what_parameters_alone_leave_no_room_for_is_refused_before_any_search(pins: Constraints) -> None:
     job = zoo_job("gpt2", 4)
