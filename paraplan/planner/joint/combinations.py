@@ -2,18 +2,20 @@
 
 A plan of one stage is a pipeline of degree 1. A combination pins what `pipeline_search` needs to plan one pipeline.
 What the user pins restricts the list, and what cannot be (devices that do not lie along nodes, more stages than
-segments) is not in it. Limits: of meshes inside a position, one axis, and two whose second is a power of two no longer
-than a node; of microbatches, a power of two, and those of a power of two samples on every replica.
+segments) is not in it. Limits: of meshes inside a position, one axis, and two whose second divides a node's devices; of
+microbatches, a power of two, and those of a power of two samples on every replica.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from paraplan.ir.errors import ConstraintError
+from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.option_words import OptionValue
 from paraplan.planner.assemble import Job
@@ -31,6 +33,9 @@ ONE_STAGE = "one stage"
 """The family of plans of one stage."""
 EACH = (1, 2, 3, 4, 6, 8, 12, 16)
 """Stages a position: beyond, messages outweigh what is left of the bubble."""
+
+APART = 64
+"""Devices of a position up to which meshes whose ranks do not divide the batch are listed beside others."""
 
 
 @dataclass(frozen=True)
@@ -109,17 +114,30 @@ def combinations(job: Job, constraints: Constraints) -> list[Combination]:
         except ConstraintError as fault:
             refused = fault
             continue
-        per_node = inner.groups[0].devices_per_node
-        for mesh in inner_meshes(inner.num_devices, per_node, constraints):
-            replicas = replica_counts(constraints, mesh, inner.num_devices, per_node)
-            for count in microbatch_counts(job, constraints, replicas):
-                found += _schedules(job, constraints, pp, mesh, count)
+        found += _of_positions(job, constraints, pp, inner)
     if not found:
         _check_sizes(constraints, job.program)
         raise refused or ConstraintError(
             f"no pipeline over {n} devices takes this model's {len(job.program.segments)} segments and its batch of "
             f"{job.program.batch_size}; give pp, microbatches and schedule by hand"
         )
+    return found
+
+
+def _of_positions(job: Job, constraints: Constraints, pp: int, inner: ClusterSpec) -> list[Combination]:
+    """Of so many positions, each of an inner cluster's devices; of many devices, meshes whose ranks do not divide the
+    batch only where there are no others."""
+    size, per_node = inner.num_devices, inner.groups[0].devices_per_node
+    found: list[Combination] = []
+    for outnumber in (True,) if size <= APART else (False, True):
+        for mesh in inner_meshes(size, per_node, constraints):
+            replicas = replica_counts(constraints, mesh, size, per_node)
+            if outnumber and (mesh or constraints.mesh):
+                replicas = tuple(math.gcd(each, job.program.batch_size) for each in replicas)
+            for count in microbatch_counts(job, constraints, replicas):
+                found += _schedules(job, constraints, pp, mesh, count)
+        if found:
+            break
     return found
 
 
@@ -157,11 +175,9 @@ def inner_meshes(devices: int, per_node: int, constraints: Constraints) -> Itera
         yield ()
         return
     yield (devices,)
-    inner = 2
-    while inner <= min(per_node, devices // 2):
-        if devices % inner == 0:
+    for inner in range(2, min(per_node, devices // 2) + 1):
+        if per_node % inner == 0 and devices % inner == 0:
             yield devices // inner, inner
-        inner *= 2
 
 
 def replica_counts(constraints: Constraints, mesh: tuple[int, ...], devices: int, per_node: int) -> tuple[int, ...]:
@@ -172,10 +188,8 @@ def replica_counts(constraints: Constraints, mesh: tuple[int, ...], devices: int
         mesh: as `inner_meshes` gave it; () where it is pinned.
         devices, per_node: as of `inner_meshes`.
     """
-    if mesh:
-        return (mesh[0], 1) if len(mesh) == 1 and 1 < devices <= per_node else (mesh[0],)
-    if constraints.mesh is not None:
-        return (constraints.mesh[0],)
+    if axes := mesh or constraints.mesh:
+        return (axes[0], 1) if len(axes) == 1 and 1 < devices <= per_node else (axes[0],)
     return (constraints.dp or max(devices // ((constraints.tp or 1) * (constraints.cp or 1)), 1),)
 
 

@@ -8,6 +8,7 @@ from paraplan.ir.errors import InfeasibleError, NoPlanError, ParaplanError, Solv
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.joint.bounding.relaxations import fits_nowhere
+from paraplan.planner.one_stage.one_stage_plans import is_piped
 
 
 def nothing_found(
@@ -16,7 +17,6 @@ def nothing_found(
     budget: int,
     faults: Sequence[ParaplanError],
     words: Sequence[str],
-    piped: bool,
 ) -> ParaplanError:
     """What is said: of one stage, where that was searched, or of the first pipeline.
 
@@ -24,12 +24,11 @@ def nothing_found(
         job, constraints, budget: what was searched.
         faults: of what was priced, estimated and planned, in that order.
         words: what was planned.
-        piped: whether plans of one stage are none of those asked for.
     """
     said = [each for each in faults if isinstance(each, NoPlanError)]
     if not said:
         return faults[-1]
-    fault = said[0] if piped else said[-1]
+    fault = said[0] if is_piped(constraints, job.cluster.num_devices) else said[-1]
     more = f"; nor was anything found of {len(words)} tried: {'; '.join(words)}"
     kind = InfeasibleError if fits_nowhere(job, constraints, budget) else SolverLimitError
     return kind(f"{fault}{more}", lambda: f"{fault.explained()}{more}")

@@ -154,7 +154,7 @@ class JointSearch:
             self._end(fault)
         if not self.drafts:
             faults = *self.pricing.faults, *self.faults
-            raise nothing_found(self.job, self.constraints, self.budget, faults, self.words, is_piped(self.constraints))
+            raise nothing_found(self.job, self.constraints, self.budget, faults, self.words)
         note = (
             f"{len(estimates)} pipelines were estimated ({len(self.pricing.prices)} kinds of stages priced), of which "
             f"the fastest were planned: {'; '.join(self.words)}"
@@ -271,7 +271,8 @@ class JointSearch:
             in_time = [each for each in waiting if effort.seconds(each.combination) <= left_s]
             if len(in_time) < len(waiting) and LATE not in self.words:
                 self.words.append(LATE)
-            hopes = is_piped(self.constraints) or any(math.isfinite(each.step_s) for each in waiting)
+            hopes = is_piped(self.constraints, self.job.cluster.num_devices)
+            hopes = hopes or any(math.isfinite(each.step_s) for each in waiting)
             enough = MOST if hopes and self.deadline.passed_s < GRACE * self.deadline.limit_s else 1
             is_poor = self.best_s > POOR * min(map(self._hoped_s, waiting))
             if not in_time and ((self.drafts and not is_poor) or in_vain >= enough):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import msgspec
 
+from paraplan.ir.errors import ConstraintError
 from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.meshes import candidate_meshes, meshes_free
@@ -78,7 +80,7 @@ class OneStagePlans:
         Where none fits, what is divided otherwise: experts, or matrices.
         """
         n = self.job.cluster.num_devices
-        pinned = is_piped(self.constraints) or self.constraints.recompute is not None
+        pinned = self._is_piped or self.constraints.recompute is not None
         if pinned or not meshes_free(self.constraints):
             return
         if self.job.program.batch_size % n == 0:
@@ -133,7 +135,7 @@ class OneStagePlans:
         for degrees in self._divided(n) if self.is_tight else ():
             if _key(None, degrees) not in self._tried and not self._has_ended:
                 self._fits(self.make, None, **degrees)
-        if is_piped(self.constraints) or self._has_ended:
+        if self._is_piped or self._has_ended:
             return
         best, meshes = min(self.drafts, key=step_s, default=None), candidate_meshes(self.job, self.constraints)
         if best is None or len(meshes) <= MESHES:
@@ -164,7 +166,7 @@ class OneStagePlans:
         hide more of it.
         """
         n = self.job.cluster.num_devices
-        if is_piped(self.constraints) or not meshes_free(self.constraints) or self.constraints.recompute is not None:
+        if self._is_piped or not meshes_free(self.constraints) or self.constraints.recompute is not None:
             return
         best = min(self.drafts, key=step_s, default=None)
         alone = min((draft for draft in self.drafts if len(draft.sample.stages) == 1), key=step_s, default=None)
@@ -193,6 +195,10 @@ class OneStagePlans:
             found.append({"tp": node} if n == node else {"tp": node, "dp": n // node})
         return found
 
+    @cached_property
+    def _is_piped(self) -> bool:
+        return is_piped(self.constraints, self.job.cluster.num_devices)
+
     @property
     def _is_late(self) -> bool:
         return self.deadline.passed_s > LATE_SHARE * self.deadline.limit_s
@@ -216,6 +222,17 @@ def _key(recompute: str | None, degrees: Mapping[str, int]) -> tuple[object, ...
     return recompute, *degrees.items()
 
 
-def is_piped(constraints: Constraints) -> bool:
-    """Whether plans of one stage are none of those asked for."""
-    return constraints.schedule is not None or constraints.pp is not None
+def is_piped(constraints: Constraints, num_devices: int) -> bool:
+    """Whether plans of one stage are none of those asked for: a pipeline is, or degrees of a part of the devices.
+
+    Args:
+        constraints: what is pinned.
+        num_devices: of the cluster.
+    """
+    if constraints.schedule is not None or constraints.pp is not None:
+        return True
+    try:
+        check_constraints(msgspec.structs.replace(constraints, pp=1), num_devices)
+    except ConstraintError:
+        return True
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.realised_plan import realised
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.mesh import make_mesh
@@ -20,10 +22,12 @@ from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import SolveLimits
+from paraplan.planner.joint import combinations as combinations_module
 from paraplan.planner.joint.combinations import Combination, combinations
 from paraplan.planner.joint.drafting import PlanningEffort
 from paraplan.planner.joint.prices import sharding_front
 from paraplan.planner.joint.prices.sharding_front import AS_QUICK, front, with_price
+from paraplan.planner.one_stage.one_stage_plans import is_piped
 from paraplan.planner.pipeline.cuts.stage_cuts import chain_memory, cut_chain, cut_evenly
 from paraplan.planner.pipeline.prices.shorten import KEPT, runs_of, shortened
 from paraplan.planner.pipeline.prices.stage_prices import Sharding
@@ -162,6 +166,26 @@ def test_combinations_are_what_pins_leave() -> None:
     assert {(each.pp, each.mesh, each.schedule, each.microbatches) for each in pinned} == {(2, (), "1f1b", 2)}
     with pytest.raises(ConstraintError):
         combinations(job, msgspec.structs.replace(FREE, tp=3))
+
+
+def test_ranks_may_outnumber_samples_and_nodes_need_be_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = replace(zoo_job("gpt2", 4), cluster=parse_cluster("6xV100-32:2"))
+    assert few.program.batch_size == 8
+    assert {each.mesh for each in combinations(few, FREE) if each.pp == 1} == {(12,), (6, 2), (4, 3), (2, 6)}
+    assert combinations(few, msgspec.structs.replace(FREE, mesh=(6,), pp=2)), "as where nothing is pinned"
+    monkeypatch.setattr(combinations_module, "APART", 8)
+    assert {each.mesh for each in combinations(few, FREE) if each.pp == 1} == {(4, 3), (2, 6)}
+    many = replace(few, cluster=parse_cluster("8xH100:16"))
+    assert {each.mesh for each in combinations(many, FREE) if each.pp == 1} == {(128,), (64, 2), (32, 4), (16, 8)}
+
+
+def test_a_mesh_of_a_part_of_the_devices_is_a_stages() -> None:
+    job = replace(zoo_job("gpt2", 4), cluster=parse_cluster("3xRTX4090:2"))
+    plan = search(job, Constraints(mesh=(3,)), certify=False).plan
+    assert len(plan.stages) == 2 and {stage.mesh.shape for stage in plan.stages} == {(3,)}
+    piped = Constraints(mesh=(3,)), Constraints(pp=1), Constraints(schedule="1f1b"), Constraints(tp=4)
+    assert all(is_piped(each, 6) for each in piped)
+    assert not any(is_piped(each, 6) for each in (Constraints(), Constraints(mesh=(2, 3)), Constraints(tp=3, zero=1)))
 
 
 def test_the_pipeline_found_is_about_as_fast_as_the_best_pinned_one() -> None:
