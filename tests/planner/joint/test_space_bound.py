@@ -10,7 +10,11 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
+from paraplan.capture import capture
+from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.ir.errors import ConstraintError, NoPlanError
 from paraplan.ir.execution.schedule import ActionKind
 from paraplan.ir.profile import Profile
@@ -33,6 +37,7 @@ from paraplan.planner.schedules.schedule_problem import StageCosts, stages_of
 from paraplan.planner.search import search
 from paraplan.planner.sharding.solve import problem_of
 from tests.captures import zoo_job
+from tests.runtime.pipelines import job_of
 
 LONG = Deadline(600.0)
 
@@ -287,3 +292,25 @@ def test_every_op_of_every_microbatch_is_launched() -> None:
     measured = replace(job, profile=Profile(device="cpu", name="", torch="2"))
     few_s, many_s = first_s(measured)
     assert many_s == pytest.approx(few_s)
+
+
+def test_ranks_may_have_all_samples_of_a_microbatch() -> None:
+    """Of few samples what takes long is to read parameters: divided as far as devices are, they are read once."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4096, 12288), nn.Linear(12288, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.down(torch.relu(self.up(x)))).mean()
+
+    program = capture(Wide(), {"x": torch.zeros(3, 4096)}, precision="fp32")
+    job = replace(job_of(program, 1), cluster=parse_cluster("6xV100-32:2"))
+    pins = Constraints(mesh=(3, 4), pp=1)
+    step_s = search(job, pins, certify=False).plan.prediction.step_s
+    listed = [Combination(1, (3, 4), 1, "1f1b", 1), Combination(2, (6,), 3, "gpipe", 1)]
+    found = JointSearch(job, Constraints(), Shardings(lambda *_: pytest.fail("none")), lambda _: None, LONG)
+    bound = SpaceBound(job, Constraints(), found.budget, found.pricing.position, found.pricing.way_of)
+    for stop in (0.0, time.perf_counter() + 60.0):
+        assert 0.0 < bound.bound_s(listed, math.inf, stop) <= step_s

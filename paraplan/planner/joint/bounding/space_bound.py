@@ -140,8 +140,7 @@ class SpaceBound:
             best_s: the shortest step known.
         """
         alike = {self.way(each): each for each in sorted(listed, key=lambda each: each.pp)}
-        fewest = max(round(self.job.program.batch_size / max(samples for _, samples in alike)), 1)
-        undivided = self._undivided(max((m for m in {c.microbatches for c in listed} if m <= fewest), default=1))
+        undivided = self._undivided(min(each.microbatches for each in listed))  # whose ranks may have all its samples
         self._even_by = undivided(listed[0]).each_s
         self.spread = max(spread_of(self.cut, self._even_by), 1) if len(self.cut) > 1 else 1
         self._waits.clear()
@@ -352,7 +351,7 @@ class SpaceBound:
 
     def _undivided(self, count: int) -> Callable[[Combination], Least]:
         """What a combination's microbatch takes where the whole batch's work, as on one device in so many microbatches,
-        no smaller than any rank's, is shared out over all, and every op is launched: no division makes it less."""
+        no more than any has, is shared out over all, and every op is launched: no division makes it less."""
         job, n = self.job, self.job.cluster.num_devices
         part = replace(job, cluster=first_devices(job.cluster, n))
 

@@ -53,7 +53,13 @@ class Positions:
         samples = self.job.program.batch_size / (combination.microbatches * outer)
         inner = combination.mesh[1:] if combination.mesh else (combination.pp,)  # pinned: ranks of the batch follow pp
         is_own = outer == 1 or (self.job.cluster.num_devices <= NARROW and not self.divides_at_ease)
+        is_own |= samples < 1 and outer > self._node  # what else is divided depends on how many ranks there are
         return inner, len(combination.mesh), outer if is_own else ANY, samples
+
+    @cached_property
+    def _node(self) -> int:
+        """Devices of the smallest node."""
+        return min(group.devices_per_node for group in self.job.cluster.groups)
 
     def is_wide(self, combination: Combination) -> bool:
         """Whether positions of much other widths share its prices: then all that carries samples is divided along the
@@ -65,7 +71,7 @@ class Positions:
     def divides_at_ease(self) -> bool:
         """Whether dividing all that carries samples along an axis is no more work than anything else is, or hardly: not
         where a table of embeddings is most of a model. On the devices of a node, in microbatches near `USUAL`."""
-        job, node = self.job, min(group.devices_per_node for group in self.job.cluster.groups)
+        job, node = self.job, self._node
         width = max(size for size in range(1, node + 1) if node % size == 0 and job.program.batch_size % size == 0)
         counts = [m for m in range(1, USUAL + 1) if job.program.batch_size % (m * width) == 0]
         count = next((m for m in reversed(counts) if splittable(job.program, m)), 1)
