@@ -285,6 +285,17 @@ class Costs:
         count = launch_count(self.cluster.backend, instr.target, instr.kernel, call)
         return max(count - 1, 0) * max(device.launch_s for device in self.devices)
 
+    def loop_s(self, target: str, args: tuple[Arg, ...]) -> float:
+        """Seconds of a loop's launches after its first, which `op_s` counts: however it is sharded, its steps follow one
+        another. 0.0 of all else, and where times were measured.
+
+        Args:
+            target, args: the op's.
+        """
+        if target != SCAN or self.measured is not None:
+            return 0.0
+        return max(loop_workspace.launches(scan_of(args)) - 1, 0) * max(device.launch_s for device in self.devices)
+
     def host_s(self, block: Block, instr: Instr) -> float:
         """Seconds for which a copy takes a device's share of the host's memory; 0.0 of all else."""
         return (

@@ -161,7 +161,8 @@ class MeshPrices:
         if definition is not None and definition.strides == "view":
             return self.zero
         registered = registered_work(op, [spec.shape for spec in inputs])
-        return self._on(COMPUTE, self.costs.op_s(op.target, op.args, op.kwargs, inputs, outputs, registered))
+        seconds = self.costs.op_s(op.target, op.args, op.kwargs, inputs, outputs, registered)
+        return self._on(COMPUTE, seconds + self.costs.loop_s(op.target, op.args))
 
     def each(
         self, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout], bundled: bool = False
