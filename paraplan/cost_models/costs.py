@@ -286,7 +286,7 @@ class Costs:
         return max(count - 1, 0) * max(device.launch_s for device in self.devices)
 
     def loop_s(self, target: str, args: tuple[Arg, ...]) -> float:
-        """Seconds of a loop's launches after its first, which `op_s` counts: however it is sharded, its steps follow one
+        """Seconds of a loop's launches after its first, which `op_s` counts: however it is sharded, steps follow one
         another. 0.0 of all else, and where times were measured.
 
         Args:

@@ -314,3 +314,11 @@ def test_ranks_may_have_all_samples_of_a_microbatch() -> None:
     bound = SpaceBound(job, Constraints(), found.budget, found.pricing.position, found.pricing.way_of)
     for stop in (0.0, time.perf_counter() + 60.0):
         assert 0.0 < bound.bound_s(listed, math.inf, stop) <= step_s
+
+
+def test_nor_are_a_loops_steps_divided() -> None:
+    job, pins = replace(zoo_job("mamba", 2), cluster=parse_cluster("8xH100")), Constraints(pp=1, microbatches=1)
+    step_s = search(job, pins, certify=False).plan.prediction.step_s
+    found = JointSearch(job, pins, Shardings(lambda *_: pytest.fail("none")), lambda _: None, LONG)
+    bound = SpaceBound(job, pins, found.budget, found.pricing.position, found.pricing.way_of)
+    assert 0.7 * step_s <= bound.bound_s(combinations(job, pins), math.inf, stop=0.0) <= step_s

@@ -201,14 +201,15 @@ def segments_s(job: Job, space: Space, count: int, most_s: float = math.inf) -> 
         job: what is planned.
         space: options of one position, with prices.
         count: microbatches.
-        most_s: what an op counts at most.
+        most_s: what an op, or a loop's first launch, counts at most.
     """
     kinds = [segment.kind for segment in job.program.segments]
     found: dict[tuple[int, int], float] = {}
     for index, kind in enumerate(job.program.kinds):
         handed = handed_on(kind)
         for at, op in enumerate(kind.graph.ops):
-            least_s = min(_least_s(space, index, at) / (kinds.count(index) * count), most_s)
+            most = most_s + space.prices.costs.loop_s(op.target, op.args)
+            least_s = min(_least_s(space, index, at) / (kinds.count(index) * count), most)
             is_forward = op.phase is Phase.FORWARD
             for column in (0 if is_forward else 1, *((2,) if is_forward or at in handed else ())):
                 found[index, column] = found.get((index, column), 0.0) + least_s
