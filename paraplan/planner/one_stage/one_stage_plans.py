@@ -23,8 +23,10 @@ USUAL_SHARE = 0.25
 """Of the time limit, for plain data parallelism to be planned before all else."""
 MESHES = 6
 """Of one stage, up to which each is solved."""
+EXPOSED = 0.5
+"""Of a step of plain data parallelism, what waits for links at least where nodes may be better off alike."""
 LEAN_SHARE = 0.5
-"""Likewise for what needs little memory, where plain data parallelism does not fit."""
+"""Of the time limit, for what needs little memory, where plain data parallelism does not fit."""
 LATE_SHARE = 0.85
 """Of the time limit, after which nothing more is laid out by hand, nor solved on the best mesh."""
 SOLVED = 1.005
@@ -85,17 +87,31 @@ class OneStagePlans:
             return
         if self.job.program.batch_size % n == 0:
             self._plan_data_parallel(n)
+            self._plan_nodes(n)
         self.is_tight |= not self.drafts and len(candidate_meshes(self.job, self.constraints)) <= MESHES
         for degrees in self._divided(n) if self.is_tight and not self.drafts else ():
-            late = self.deadline.passed_s > LEAN_SHARE * self.deadline.limit_s
+            late = self._is_over(LEAN_SHARE)
             if late or self._fits(partial(self.make, again=False), None, **degrees):
                 break
+
+    def _plan_nodes(self, n: int) -> None:
+        """One stage on nodes and their devices, where what is known mostly waits for links: what divides nothing over
+        those between nodes is then many times as fast, and others are held against it."""
+        node = min(group.devices_per_node for group in self.job.cluster.groups)
+        best = min(self.drafts, key=step_s, default=None)
+        if best is None or best.sample.prediction is None or n == node or n % node or self._is_over(USUAL_SHARE):
+            return
+        if best.sample.prediction.exposed_comm_s > EXPOSED * best.sample.prediction.step_s:
+            mesh = (n // node, node) if node > 1 else (n,)
+            pins = msgspec.structs.replace(self.constraints, mesh=mesh)
+            what = f"one stage on mesh {'x'.join(map(str, mesh))}"
+            self.attempt(what, pins, partial(self.make, pins, False, again=False))
 
     def _plan_data_parallel(self, n: int) -> None:
         known = len(self.drafts)
 
         def fits(zero: int, recompute: str | None = "none", again: bool = True) -> bool:
-            late = len(self.drafts) > known and self.deadline.passed_s > USUAL_SHARE * self.deadline.limit_s
+            late = len(self.drafts) > known and self._is_over(USUAL_SHARE)
             make = partial(self.make, again=again and not self.drafts)
             return not late and self._fits(make, recompute, dp=n, zero=zero)
 
@@ -199,9 +215,12 @@ class OneStagePlans:
     def _is_piped(self) -> bool:
         return is_piped(self.constraints, self.job.cluster.num_devices)
 
+    def _is_over(self, share: float) -> bool:
+        return self.deadline.passed_s > share * self.deadline.limit_s
+
     @property
     def _is_late(self) -> bool:
-        return self.deadline.passed_s > LATE_SHARE * self.deadline.limit_s
+        return self._is_over(LATE_SHARE)
 
     @property
     def _has_ended(self) -> bool:
