@@ -196,7 +196,7 @@ def with_a_default(net: Net, x: Tensor, *, scale: Callable[[Tensor], Tensor] = l
 
 LOOPS = [unbound, enumerated, listed, joined, backward_in_time, neighbours, two_states]
 LOOPS += [by_other_names, summed, layers_called, tuple_carried, cut_up, cut_lists]
-LOOPS += [filled_for_the_caller, advantages, with_a_default]
+LOOPS += [filled_for_the_caller, advantages, with_a_default, written]
 
 
 def ends_early(net: Net, x: Tensor) -> Tensor:
@@ -490,7 +490,7 @@ NO_LOOPS = [
     object_that_counts,
     *(flagged_in_place, summed_with_another_name, summed_where_zeros_are_kept),
     *(layer_in_place, layer_with_a_hook, part_of_a_list, function_of_ones_own),
-    *(nested, masked, written, begun_with_none, grown_in_place, view_of_carried, two_back, by_length, through_a_view),
+    *(nested, masked, begun_with_none, grown_in_place, view_of_carried, two_back, by_length, through_a_view),
     *(stateful_cell, stateful_method, complex_states),
     *(ends_early, counted, told_apart, last_of_list, hidden_dict, read_while_written, shifted_while_written),
     *(counting_buffer, grown, over_layers),

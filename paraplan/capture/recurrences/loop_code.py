@@ -9,7 +9,8 @@
                                          h, = loop.ends(locals(), ("h",))
                                          out = loop.collected(out)
 
-A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts. What a body calls or takes parts of
+A loop over `x.unbind(dim)`, counted or not, is one over the numbers of the parts, and one that writes `out[:, t]` one
+that appends (`written_parts`). What a body calls or takes parts of
 is asked about when the loop runs where its text does not say that it is pure (`loop_purity`): `self.cell(x, h)` becomes
 `loop.pure(self.cell)(x, h)`, `scale[0]` becomes `loop.fixed(scale)[0]`, and `total += h` becomes
 `total = loop.added(total, "+", h)`. All other loops are run step by step. Lines stay where they were.
@@ -40,6 +41,7 @@ from paraplan.capture.recurrences.loop_purity import (
     used_names,
 )
 from paraplan.capture.recurrences.unbound_loops import over_range, parsed
+from paraplan.capture.recurrences.written_parts import as_appended
 
 HELPER = "__paraplan_loop__"
 MOST_TEXT = 60
@@ -107,6 +109,10 @@ class _Rewriter:
         if isinstance(node, ast.For):
             before, looped = over_range(node, f"{HELPER}.__self__.unbound", self.count)
             if _takes_steps(looped):
+                written = as_appended(looped, lines, self.shared, self.count)
+                if written is not None and _takes_steps(written.loop) and self._why_not(written.loop, lines) is None:
+                    after = parsed(written.after(self._name), node)
+                    return [*before, *written.before, *self._loop(written.loop, lines, within), *after]
                 if (why := self._why_not(looped, lines)) is None:
                     return [*before, *self._loop(looped, lines, within)]
                 if looped is node:  # told of where it is long
@@ -121,8 +127,13 @@ class _Rewriter:
                 setattr(node, field, self.block(inner, repeats))
         return [node]
 
+    @property
+    def _name(self) -> str:
+        """Of the next loop's object."""
+        return f"__paraplan_loop_{self.count}__"
+
     def _loop(self, node: ast.For, lines: Sequence[ast.stmt], within: bool) -> list[ast.stmt]:
-        name = f"__paraplan_loop_{self.count}__"
+        name = self._name
         self.count += 1
         carried, made, lists = _carried(node), stored_names(node), appended_names(node)
         after = [each for each in made if each not in carried and self._read_after(each, node, within)]

@@ -91,14 +91,28 @@ def _adds_to_its_own(statement: ast.AugAssign, loop: ast.For, before: Sequence[a
     inside = [each for line in loop.body for each in ast.walk(line) if isinstance(each, ast.Name) and each.id == name]
     added = [line for line in loop.body if isinstance(line, ast.AugAssign)]
     own = [each.target for each in added if isinstance(each.target, ast.Name) and each.target.id == name]
-    if len(inside) != len(own):
+    return len(inside) == len(own) and made_for_it(name, before)
+
+
+def made_for_it(name: str, before: Sequence[ast.stmt], numbers: bool = True) -> bool:
+    """Whether what a name is for was made right before a loop, for it alone.
+
+    Args:
+        name: which.
+        before: the statements before the loop in its block.
+        numbers: whether it may be a number.
+    """
+    made = next((line for line in reversed(before) if name in names_in(line)), None)
+    if not isinstance(made, ast.Assign) or len(made.targets) > 1:
         return False
-    for line in reversed(before):
-        if isinstance(line, ast.Assign) and [ast.unparse(each) for each in line.targets] == [name]:
-            return _is_fresh(line.value)
-        if name in {each.id for each in ast.walk(line) if isinstance(each, ast.Name)}:
-            return False
-    return False
+    targets, values = [made.targets[0]], [made.value]
+    if isinstance(targets[0], ast.Tuple) and isinstance(made.value, ast.Tuple):
+        targets, values = targets[0].elts, made.value.elts
+    if [ast.unparse(each) for each in targets].count(name) != 1 or len(targets) != len(values):
+        return False
+    value = next(v for target, v in zip(targets, values, strict=True) if ast.unparse(target) == name)
+    alone = not any(isinstance(each, ast.Starred) for each in (*targets, *values))
+    return alone and _is_fresh(value) and (numbers or not isinstance(value, ast.Constant))
 
 
 def is_summed(name: str, loop: ast.For) -> bool:

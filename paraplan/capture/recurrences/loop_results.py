@@ -89,3 +89,28 @@ class Stacked(list):  # type: ignore[type-arg]
         raise NotALoop(self.where, "a list that it fills is read other than by torch.stack and torch.cat")
 
     __iter__ = __len__ = __add__ = __radd__ = __contains__ = __reversed__ = append = extend = copy = _refuse  # type: ignore[assignment]
+
+
+def overwritten(x: Tensor, values: Sequence[Tensor], dim: int, numbers: Sequence[int], where: str) -> Tensor:
+    """A tensor with some of its parts written over.
+
+    Args:
+        x: which.
+        values: the parts, the first along the dim first.
+        dim: along which.
+        numbers: of the parts, in any order.
+        where: the loop's place in the user's code.
+    Raises:
+        NotALoop: they do not follow one another, or are not all there.
+    """
+    low, high, size = min(numbers), max(numbers), x.shape[dim]
+    if low < 0 or high >= size or high - low + 1 != len(numbers):
+        raise NotALoop(where, "it writes other steps of a tensor than one after another")
+    stack, rows = torch.stack(list(values)), x.select(dim, 0).shape
+    if stack.shape[1:] != rows:
+        alone = (1,) * (len(rows) + 1 - stack.dim())
+        stack = stack.reshape(-1, *alone, *stack.shape[1:]).expand(-1, *rows)
+    whole = stack.movedim(0, dim).to(x.dtype).contiguous()
+    if len(numbers) == size:
+        return whole
+    return torch.cat([x.narrow(dim, 0, low), whole, x.narrow(dim, high + 1, size - high - 1)], dim)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paraplan.capture.recurrences.loop_results import LoopResults, Stacked
+from paraplan.capture.recurrences.loop_results import LoopResults, Stacked, overwritten
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
 from paraplan.capture.recurrences.pure_calls import is_fixed, is_of_numbers, is_plain, is_pure_call
 from paraplan.capture.recurrences.unbound_loops import Parts
@@ -318,6 +318,21 @@ class Loop:
         into[-2:] = parts
         self.loops.results.filled(whole, parts, self.where)
         return into
+
+    def written(self, x: Tensor, values: list[Any], dim: int, offset: int) -> Tensor:
+        """A tensor of which every step has written one part, after the loop.
+
+        Args:
+            x: as it was before.
+            values: what the steps wrote, the first ones first.
+            dim, offset: of the index, and what was added to it.
+        """
+        numbers, dim = [index + offset for index in self.indices], dim % x.dim()
+        if not self.rolled:
+            for number, value in zip(numbers, values, strict=True):
+                x[(*(slice(None),) * dim, number)] = value
+            return x
+        return overwritten(x, values[:: self.indices.step], dim, numbers, self.where)
 
     def _part(self, x: Tensor, dim: int, offset: int) -> Tensor:
         """The steps of a tensor along a dim, in ascending order."""
