@@ -30,7 +30,9 @@ def hf_batch(model: nn.Module, batch: int | None = None, seq: int | None = None)
     Raises:
         CaptureError: no such model, or the sequence is longer than its positions.
     """
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config = getattr(model, "config", None)
+    texts = (each for each in (config, getattr(config, "text_config", None)) if each is not None)
+    longest = next((found for each in texts if (found := getattr(each, "max_position_embeddings", None))), None)
     usual = min(128, longest) if isinstance(longest, int) and longest > 0 else 128
     batch, seq = 8 if batch is None else batch, usual if seq is None else seq
     if classifies_images(model):

@@ -37,6 +37,7 @@ def test_speech_and_pairs() -> None:
     assert shapes("clip", pair) == {"input_ids": (2, 8), "pixel_values": (2, 3, 32, 32)}
     with pytest.raises(CaptureError, match="77 positions"):
         shapes("clip", pair, seq=78)
+    assert hf_batch(hf_model("clip", pair, meta=True))["input_ids"].shape == (8, 77), "as many as it has positions for"
 
 
 def test_a_mixture_is_balanced_unless_told_otherwise() -> None:
