@@ -179,7 +179,7 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
     time_limit_s: Annotated[
         float,
         Option(
-            "For planning.",
+            "For planning, loading and capture apart.",
             "seconds for planning, capture apart; a note says if they ran out. 0: the first plan that fits.",
             PLANNING,
             flag="time-limit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import signal
@@ -210,6 +211,27 @@ def test_an_error_that_an_interrupt_made_of_an_import_is_the_interrupt(
     said = capsys.readouterr().err
     assert ("interrupted before a plan was found; nothing is written" in said) == came
     assert not came or (isinstance(ended.value, SystemExit) and ended.value.code == 130)
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_an_interrupt_waits_for_an_import_and_a_second_one_does_not(
+    here: Path, monkeypatch: pytest.MonkeyPatch, presses: int
+) -> None:
+    """In the midst of a library's C++ it would be an abort."""
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.setattr(sys, "argv", ["paraplan", "run"])
+    press = "import signal\nfor _ in range({}):\n    signal.raise_signal(signal.SIGINT)\nended = True\n"
+    (here / f"pressed{presses}.py").write_text(press.format(presses))
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, command_module._Interrupts())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            found = importlib.import_module(f"pressed{presses}")
+            assert found.ended and presses == 1
+            time.sleep(10.0)
+        time.sleep(2 * command_module.AGAIN_S)  # nor does it come again
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_debug_shows_the_traceback(here: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
