@@ -41,7 +41,7 @@ from paraplan.capture.recurrences.loop_purity import (
     used_names,
 )
 from paraplan.capture.recurrences.unbound_loops import over_range, parsed
-from paraplan.capture.recurrences.written_parts import as_appended
+from paraplan.capture.recurrences.written_parts import WRITTEN, as_appended
 
 HELPER = "__paraplan_loop__"
 MOST_TEXT = 60
@@ -144,7 +144,10 @@ class _Rewriter:
         summed = [each for each in carried if is_summed(each, node)]
         leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r}, {tuple(summed)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
-        joined = [each not in self.shared and is_only_joined(each, node, lines, self.original) for each in lists]
+        joined = [
+            each.startswith(WRITTEN) or (each not in self.shared and is_only_joined(each, node, lines, self.original))
+            for each in lists
+        ]
         collected = [f"{each} = {name}.collected({each}, {alone})" for each, alone in zip(lists, joined, strict=True)]
         asked = _Asked(name)
         body = [_Appends(name).visit(asked.visit(statement)) for statement in node.body]

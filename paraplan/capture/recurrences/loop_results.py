@@ -91,7 +91,7 @@ class Stacked(list):  # type: ignore[type-arg]
     __iter__ = __len__ = __add__ = __radd__ = __contains__ = __reversed__ = append = extend = copy = _refuse  # type: ignore[assignment]
 
 
-def overwritten(x: Tensor, values: Sequence[Tensor], dim: int, numbers: Sequence[int], where: str) -> Tensor:
+def overwritten(x: Tensor, values: list[Tensor], dim: int, numbers: Sequence[int], where: str) -> Tensor:
     """A tensor with some of its parts written over.
 
     Args:
@@ -106,7 +106,7 @@ def overwritten(x: Tensor, values: Sequence[Tensor], dim: int, numbers: Sequence
     low, high, size = min(numbers), max(numbers), x.shape[dim]
     if low < 0 or high >= size or high - low + 1 != len(numbers):
         raise NotALoop(where, "it writes other steps of a tensor than one after another")
-    stack, rows = torch.stack(list(values)), x.select(dim, 0).shape
+    stack, rows = torch.stack(values), x.select(dim, 0).shape
     if stack.shape[1:] != rows:
         alone = (1,) * (len(rows) + 1 - stack.dim())
         stack = stack.reshape(-1, *alone, *stack.shape[1:]).expand(-1, *rows)

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from paraplan.capture.recurrences.loop_purity import made_for_it
 from paraplan.capture.recurrences.unbound_loops import parsed
 
+WRITTEN = "__paraplan_written_"
+"""What names of the lists begin with, which nothing else reads."""
 _ASKED = ("dtype", "device", "shape")
 """What writing a tensor's parts does not change."""
 
@@ -68,7 +70,7 @@ def as_appended(node: ast.For, before: Sequence[ast.stmt], shared: Sequence[str]
         of = target.value.id
         if of in shared or not made_for_it(of, before, numbers=False) or not _is_only_written(of, node):
             return None
-        name = f"__paraplan_written_{number}_{len(found)}__"
+        name = f"{WRITTEN}{number}_{len(found)}__"
         found.append((name, of, *place))
         lists.append(f"{name} = []")
         (made,) = parsed([f"{name}.append(None)"], line)
