@@ -41,7 +41,7 @@ from paraplan.capture.recurrences.loop_purity import (
     used_names,
 )
 from paraplan.capture.recurrences.unbound_loops import over_range, parsed
-from paraplan.capture.recurrences.written_parts import WRITTEN, as_appended
+from paraplan.capture.recurrences.written_parts import as_appended
 
 HELPER = "__paraplan_loop__"
 MOST_TEXT = 60
@@ -112,7 +112,7 @@ class _Rewriter:
                 written = as_appended(looped, lines, self.shared, self.count)
                 if written is not None and _takes_steps(written.loop) and self._why_not(written.loop, lines) is None:
                     after = parsed(written.after(self._name), node)
-                    return [*before, *written.before, *self._loop(written.loop, lines, within), *after]
+                    return [*before, *written.before, *self._loop(written.loop, lines, within, written.lists), *after]
                 if (why := self._why_not(looped, lines)) is None:
                     return [*before, *self._loop(looped, lines, within)]
                 if looped is node:  # told of where it is long
@@ -132,7 +132,8 @@ class _Rewriter:
         """Of the next loop's object."""
         return f"__paraplan_loop_{self.count}__"
 
-    def _loop(self, node: ast.For, lines: Sequence[ast.stmt], within: bool) -> list[ast.stmt]:
+    def _loop(self, node: ast.For, lines: Sequence[ast.stmt], within: bool, own: Sequence[str] = ()) -> list[ast.stmt]:
+        """What stands for a loop; `own`: lists that nothing but what joins them reads."""
         name = self._name
         self.count += 1
         carried, made, lists = _carried(node), stored_names(node), appended_names(node)
@@ -145,7 +146,7 @@ class _Rewriter:
         leave = f"{name}.leave(locals(), {tuple(carried)!r}, {tuple(after)!r}, {tuple(summed)!r})"
         ends = f"{_targets([*carried, *after])}{name}.ends(locals(), {(*carried, *after)!r})"
         joined = [
-            each.startswith(WRITTEN) or (each not in self.shared and is_only_joined(each, node, lines, self.original))
+            each in own or (each not in self.shared and is_only_joined(each, node, lines, self.original))
             for each in lists
         ]
         collected = [f"{each} = {name}.collected({each}, {alone})" for each, alone in zip(lists, joined, strict=True)]

@@ -327,12 +327,12 @@ class Loop:
             values: what the steps wrote, the first ones first.
             dim, offset: of the index, and what was added to it.
         """
-        numbers, dim = [index + offset for index in self.indices], dim % x.dim()
-        if not self.rolled:
-            for number, value in zip(numbers, values, strict=True):
-                x[(*(slice(None),) * dim, number)] = value
-            return x
-        return overwritten(x, values[:: self.indices.step], dim, numbers, self.where)
+        numbers = [index + offset for index in self.indices]
+        if self.rolled:
+            return overwritten(x, values[:: self.indices.step], dim, numbers, self.where)
+        for number, value in zip(numbers, values, strict=True):
+            x.select(dim, number)[...] = value
+        return x
 
     def _part(self, x: Tensor, dim: int, offset: int) -> Tensor:
         """The steps of a tensor along a dim, in ascending order."""

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from paraplan.capture.recurrences.loop_purity import made_for_it
 from paraplan.capture.recurrences.unbound_loops import parsed
 
-WRITTEN = "__paraplan_written_"
-"""What names of the lists begin with, which nothing else reads."""
 _ASKED = ("dtype", "device", "shape")
 """What writing a tensor's parts does not change."""
 
@@ -38,6 +36,11 @@ class Appending(NamedTuple):
     before: list[ast.stmt]
     loop: ast.For
     tensors: list[tuple[str, str, int, int]]
+
+    @property
+    def lists(self) -> list[str]:
+        """Their names."""
+        return [name for name, *_ in self.tensors]
 
     def after(self, loop: str) -> list[str]:
         """Lines that follow it.
@@ -58,7 +61,7 @@ def as_appended(node: ast.For, before: Sequence[ast.stmt], shared: Sequence[str]
         number: of the loop within its function.
     """
     assert isinstance(node.target, ast.Name)
-    found, lists, body = list[tuple[str, str, int, int]](), list[str](), list[ast.stmt]()
+    found, body = list[tuple[str, str, int, int]](), list[ast.stmt]()
     for line in node.body:
         target = line.targets[0] if isinstance(line, ast.Assign) and len(line.targets) == 1 else None
         if not isinstance(line, ast.Assign) or not isinstance(target, ast.Subscript):
@@ -70,9 +73,8 @@ def as_appended(node: ast.For, before: Sequence[ast.stmt], shared: Sequence[str]
         of = target.value.id
         if of in shared or not made_for_it(of, before, numbers=False) or not _is_only_written(of, node):
             return None
-        name = f"{WRITTEN}{number}_{len(found)}__"
+        name = f"__paraplan_written_{number}_{len(found)}__"
         found.append((name, of, *place))
-        lists.append(f"{name} = []")
         (made,) = parsed([f"{name}.append(None)"], line)
         assert isinstance(made, ast.Expr) and isinstance(made.value, ast.Call)
         made.value.args = [line.value]
@@ -81,7 +83,7 @@ def as_appended(node: ast.For, before: Sequence[ast.stmt], shared: Sequence[str]
         return None
     loop = copy.copy(node)
     loop.body = body
-    return Appending(parsed(lists, node), loop, found)
+    return Appending(parsed([f"{name} = []" for name, *_ in found], node), loop, found)
 
 
 def _is_only_written(name: str, node: ast.For) -> bool:
