@@ -15,9 +15,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from paraplan.capture.recurrences.carried_values import are_alike, tensors_of, with_tensors
 from paraplan.capture.recurrences.loop_results import LoopResults, Stacked, overwritten
 from paraplan.capture.recurrences.markers import BEGIN, END, MIN_STEPS, STEP, NotALoop
 from paraplan.capture.recurrences.pure_calls import is_fixed, is_of_numbers, is_plain, is_pure_call
@@ -193,10 +193,10 @@ class Loop:
             self.values = tuple(names[name] for name in carried)
         if not self.marked:
             return self.values
-        tensors = _tensors(self.values)
+        tensors = tensors_of(self.values)
         self.marks = BEGIN(tensors, self.number, self.run) if tensors else []
         marks = iter(self.marks)
-        return tuple(_with(value, marks) for value in self.values)
+        return tuple(with_tensors(value, marks) for value in self.values)
 
     def leave(
         self, names: Mapping[str, object], carries: Sequence[str], after: Sequence[str], summed: Sequence[str]
@@ -217,7 +217,7 @@ class Loop:
         if not self.marked:
             self.values = carried
             return
-        self.alike = all(map(_alike, self.values, carried))
+        self.alike = all(map(are_alike, self.values, carried))
         if not self.alike:
             return
         if any(not isinstance(value, Tensor) for value in lasts):
@@ -227,14 +227,14 @@ class Loop:
         sums = [names[name] for name in summed]
         if any(isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad for x in sums):
             raise NotALoop(self.where, "it adds up a number of the whole batch, which no rank and no microbatch has")
-        outs = [*_tensors(carried), *self.kept, *lasts]
+        outs = [*tensors_of(carried), *self.kept, *lasts]
         self.outs.append(outs)  # type: ignore[arg-type]
         self._watch(outs)  # type: ignore[arg-type]
 
     def _watch(self, outs: Sequence[Tensor]) -> None:
         """What a step hands on may be what it was given, and more names than one may be for it."""
         given = set(map(storage_key, outs))
-        for made, of in ((self.marks, _tensors(self.values)), (self.steps, [x for x, _ in self.sources.values()])):
+        for made, of in ((self.marks, tensors_of(self.values)), (self.steps, [x for x, _ in self.sources.values()])):
             if not given.isdisjoint(map(storage_key, made)):
                 self.loops.results.watch(of, self.where)
         self.loops.results.watch(outs, self.where)
@@ -245,14 +245,14 @@ class Loop:
             return tuple(names.get(name) for name in read)
         self.loops.open.pop(self.number)
         outs, again = self.outs
-        count = len(_tensors(self.values))
+        count = len(tensors_of(self.values))
         reverse, steps = self.indices.step < 0, len(self.indices) - self.first
         made = END(outs, again, count, steps, reverse, self.number, self.where)
         ends, stacks = made[:count], made[count:]
         self.loops.results.watch(made, self.where)
         self.made, rest = stacks[: len(self.kept)], stacks[len(self.kept) :]
         given = iter(ends)
-        carried = (_with(value, given) for value in self.values)
+        carried = (with_tensors(value, given) for value in self.values)
         return (*carried, *(stack.select(0, 0 if reverse else steps - 1) for stack in rest))
 
     def pure(self, called: T, count: int) -> T:
@@ -285,7 +285,7 @@ class Loop:
         if not self.rolled:
             return _IN_PLACE[sign](total, value)
         found = _ADDED[sign](total, value)
-        if isinstance(total, Tensor) and not _alike(total, found):
+        if isinstance(total, Tensor) and not are_alike(total, found):
             raise NotALoop(self.where, "what is added in place changes its shape or dtype")
         return found
 
@@ -354,28 +354,6 @@ class Loop:
         step = STEP(self.sources[key][1], dim, self.number, self.run)
         self.steps.append(step)
         return step[rest] if any(each is None or each != slice(None) for each in rest) else step
-
-
-def _tensors(values: tuple[object, ...]) -> list[Tensor]:
-    """The tensors among values and what tuples of them hold, in order."""
-    each = (_tensors(value) if type(value) is tuple else [value] for value in values)
-    return [value for part in each for value in part if isinstance(value, Tensor)]
-
-
-def _with(value: object, given: Iterator[Tensor]) -> object:
-    """A value with other tensors in the places of its own."""
-    if type(value) is tuple:
-        return tuple(_with(each, given) for each in value)
-    return next(given) if isinstance(value, Tensor) else value
-
-
-def _alike(before: object, after: object) -> bool:
-    if type(before) is tuple and type(after) is tuple:
-        return len(before) == len(after) and all(map(_alike, before, after))
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        return before.shape == after.shape and before.dtype == after.dtype
-    known = before is None or isinstance(before, (int, float, str, torch.dtype))
-    return known and type(before) is type(after) and repr(before) == repr(after)  # 0.0 is not -0.0
 
 
 def _place(x: Tensor, index: object, loop: Loop) -> tuple[int, int, tuple[Any, ...]]:
