@@ -164,6 +164,16 @@ def part_of_a_step(net: Net, x: Tensor) -> Tensor:
     return out
 
 
+def a_running_sum(net: Net, x: Tensor) -> Tensor:
+    """What is written is changed in place by the next step."""
+    total = torch.zeros_like(x[:, 0])
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        total += x[:, t]
+        out[:, t] = total
+    return out.sin()
+
+
 def of_an_argument(net: Net, x: Tensor) -> Tensor:
     def fill(out: Tensor) -> Tensor:
         h = x[:, 0] * 0
@@ -196,7 +206,7 @@ def calling_its_own(net: Net, x: Tensor) -> Tensor:
     "body",
     [
         *(with_another_name, read_by_its_steps, written_twice, around_the_end, every_other, part_of_a_step),
-        *(of_an_argument, calling_its_own),
+        *(of_an_argument, calling_its_own, a_running_sum),
     ],
 )
 def test_others_are_run_step_by_step(body: Body) -> None:
