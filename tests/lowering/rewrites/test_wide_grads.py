@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples.models.dlrm import Tables
 from paraplan.capture import capture
 from paraplan.codegen.block_graph import emit_block
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import simulate_plan
-from paraplan.ir.execution.rank_program import CAST_MANY, SUMMED, Block, RankProgram
+from paraplan.ir.execution.rank_program import CAST_MANY, SUMMED, Block, LocalValue, RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import OPTIMIZERS
@@ -66,6 +67,25 @@ def planned(cluster: str, precision: str) -> Plan:
     return whole_plan(captured(precision), of, OPTIMIZERS["adamw"])
 
 
+class Looked(nn.Module):
+    """A stack of tables and a table, of which few rows are read, and a table read whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.table, self.small = Tables(2, 32, 8), nn.Embedding(64, 8), nn.Embedding(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.tables(ids).sum(1) * self.table(ids[:, 0]) * self.small(ids[:, 1] % 8)).square().mean()
+
+
+def _looked() -> tuple[RankProgram, RankProgram]:
+    """Programs of one H100: as lowered, and with every cast."""
+    ids = torch.randint(0, 32, (8, 2), generator=torch.Generator().manual_seed(3))
+    program = capture(Looked(), {"ids": ids}, precision="bf16")
+    plan = whole_plan(program, parse_cluster("1xH100"), OPTIMIZERS["adamw"])
+    return lower_anew(plan)[0], _apart(plan)
+
+
 def _counted(rank: RankProgram) -> Counter[str]:
     """Ops of a step's backward."""
     blocks = [rank.blocks[step.block] for step in rank.steps if (step.block or "").endswith(".B")]
@@ -77,6 +97,38 @@ def _apart(plan: Plan) -> RankProgram:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(implement, "widen_grads", lambda block, products, together: block)
         return lower_anew(plan)[0]
+
+
+def test_rows_are_cast_in_place_of_larger_tables() -> None:
+    """Its gradient is then float32 as it is made; nothing else of the block is another."""
+    rank, apart = _looked()
+    made = [(b, i) for b in rank.blocks.values() for i in b.instrs if i.target in wide_grads._TABLES]
+    dtypes = {b.values[str(i.outs[0])].shape: b.values[str(i.outs[0])].dtype for b, i in made}
+    assert dtypes == {(2, 32, 8): "float32", (64, 8): "float32", (8, 8): "bfloat16"}
+    assert all(b.values[str(i.args[0])[1:]].dtype == b.values[str(i.outs[0])].dtype for b, i in made)
+    for name, block in rank.blocks.items():
+        other = apart.blocks[name]
+        assert (block.inputs, block.outputs, block.saved) == (other.inputs, other.outputs, other.saved)
+        assert all(block.values[out] == other.values[out] for out in block.outputs if out is not None)
+    assert dry_run(rank, "cuda")
+
+
+def test_sums_of_rows_cast_are_rounded_once_less() -> None:
+    rank, apart = _looked()
+    mine, other = (next(b for n, b in r.blocks.items() if n.endswith(".B")) for r in (rank, apart))
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(value: LocalValue) -> Tensor:
+        if value.dtype == "int64":
+            return torch.randint(0, 8, value.shape, generator=generator)
+        return torch.randn(value.shape, generator=generator).to(getattr(torch, value.dtype))
+
+    inputs = [drawn(mine.values[name]) for name in mine.inputs]
+    for made, apart_made in zip(emit_block(mine)(*inputs), emit_block(other)(*inputs), strict=True):
+        if made is not None:
+            assert made.dtype == apart_made.dtype
+            torch.testing.assert_close(made, apart_made, rtol=2**-8, atol=0)
+            assert torch.equal(made != 0, apart_made != 0)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
