@@ -27,6 +27,7 @@ from paraplan.planner.joint.drafting import Drafting
 from paraplan.planner.joint.estimate import Estimate, Pricer
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.prices.pricing import Pricing
+from paraplan.planner.joint.prices.pricing_rounds import PricingRounds
 from paraplan.planner.pipeline.pipeline_case import case_of, of_few_microbatches
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
@@ -55,7 +56,7 @@ def held(name: str) -> Row:
     job, pins = _job(name), PINS[name]
     budget = device_budget(job.cluster, pins)
     pricing = Pricing(job, msgspec.structs.replace(pins, pp=None), budget, lambda _: None, Deadline(600.0))
-    estimate = estimate_best(pricing, combinations(job, pins), math.inf, [])[0]
+    estimate = estimate_best(PricingRounds(pricing, combinations(job, pins)), math.inf, [])[0]
     drafting = Drafting(pricing, Shardings(lambda *_: _unasked()), False, [])
     sharding = drafting.start(estimate, math.inf).sharding
     assert sharding is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -34,9 +34,12 @@ ROUNDS = 4
 """How often a pipeline is planned, each time for fewer bytes."""
 LEANER = 2.0
 """Times what a pipeline's fullest device is over, what a sharding is to keep less on every one."""
-CALL_S, WHOLE = 1.0e-3, 1.25
-"""Seconds that a segment takes to plan per microbatch that it is planned for, before the first pipeline has said so;
-how many times as long it takes until the plan is whole (see `full_rounds`)."""
+DRAFT_S, CALL_S, WHOLE = 0.2, 1.0e-3, 1.25
+"""Seconds that a pipeline takes to plan, and a segment of it per microbatch that it is planned for, before the first
+pipeline has said so; how many times as long it takes until the plan is whole (see `full_rounds`)."""
+
+EASY = 40.0
+"""As many times as long as a pipeline takes to plan is left, for others to be planned as if all of the time were."""
 
 
 def no_room(needed_bytes: int, budget: int) -> SolverLimitError:
@@ -52,36 +55,42 @@ class PlanningEffort:
 
     Attributes:
         segments: of the model.
-        call_s: what a segment takes in a microbatch: half of it what the last one took.
+        draft_s, call_s: what one takes, and a segment of it in a microbatch: half of it what the last one took.
     """
 
     segments: int
+    draft_s: float = DRAFT_S
     call_s: float = CALL_S
 
     def seconds(self, combination: Combination) -> float:
         """Until its plan is whole; of one stage nothing to speak of."""
         if combination.pp == 1:
             return 0.0
-        return self.call_s * WHOLE * self._calls(combination)
+        return self._draft_s(combination) * WHOLE
 
     def left(self, combination: Combination, deadline: Deadline) -> float:
-        """The share of the time that is left once its plan is whole; below 0 where that is later.
+        """The share of the time that is left once its plan is whole, below 0 where that is later; of what takes a small
+        part of what is left now, more.
 
         Args:
             combination: which.
             deadline: of the search.
         """
-        return 1 - (deadline.passed_s + self.seconds(combination)) / deadline.limit_s
+        left_s, seconds = deadline.limit_s - deadline.passed_s, self.seconds(combination)
+        share = (left_s - seconds) / deadline.limit_s
+        return max(share, min(left_s / (EASY * seconds), 1.0)) if 0 < share and seconds > 0 else share
 
     def took(self, combination: Combination, seconds: float) -> None:
         """A pipeline was planned for its first microbatches."""
         if combination.pp > 1:
-            self.call_s = (self.call_s + seconds / self._calls(combination)) / 2
+            times = (1 + seconds / self._draft_s(combination)) / 2
+            self.draft_s, self.call_s = times * self.draft_s, times * self.call_s
 
-    def _calls(self, combination: Combination) -> int:
-        """Of segments, in the microbatches that a plan is lowered with."""
+    def _draft_s(self, combination: Combination) -> float:
+        """What it takes with the microbatches that a plan is lowered with."""
         rounds = FULL if combination.each == 1 else FULL_BY_MANY
-        return self.segments * min(combination.microbatches, rounds * combination.pp)
+        microbatches = min(combination.microbatches, rounds * combination.pp)
+        return self.draft_s + self.call_s * self.segments * microbatches
 
 
 @dataclass(frozen=True)
@@ -93,12 +102,14 @@ class Drafting:
         shardings: of stages' devices, where a priced one does not fit.
         reserves: whether allocators have to have room.
         roomless: added to: pipelines that they have no room for, however few bytes they are planned for.
+        ended_s: added to: what estimates came to in the end, where they were planned for fewer bytes.
     """
 
     pricing: Pricing
     shardings: Shardings
     reserves: bool
     roomless: list[Draft]
+    ended_s: list[float] = field(default_factory=list)
 
     def pins(self, estimate: Estimate) -> Constraints:
         """An estimate's combination as constraints have it, with its stages where the usual ones are others."""
@@ -118,7 +129,9 @@ class Drafting:
             ConstraintError: what is pinned contradicts it.
             SolverLimitError: it does not fit.
         """
-        return self.drafted_with(estimate, within_s)[0]
+        found, ended, _ = self.drafted_with(estimate, within_s)
+        self.ended_s.append(ended.step_s)
+        return found
 
     def drafted_with(self, estimate: Estimate, within_s: float) -> tuple[Draft | Slower, Estimate, Constraints]:
         """As `drafted`, with the estimate and the constraints that it came of in the end."""

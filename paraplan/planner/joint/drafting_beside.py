@@ -66,6 +66,7 @@ class Drafted:
     Attributes:
         why: nothing came of it: why; "" otherwise.
         step_s: as of `Slower`, or of `Draft`.
+        ended_s: what it was estimated at in the end.
         sample, peak_bytes: of the draft; None where it was left.
         is_whole: whether the sample is the plan.
         estimate, pins: of which, and with which, the draft is.
@@ -73,6 +74,7 @@ class Drafted:
 
     why: str = ""
     step_s: float = math.inf
+    ended_s: float = math.inf
     sample: Plan | None = None
     peak_bytes: int = 0
     is_whole: bool = False
@@ -94,13 +96,14 @@ def drafted_beside(pricing: Pricing, asked: PackedEstimate, within_s: float, res
     except NoPlanError as fault:
         return Drafted(why=str(fault))
     if isinstance(found, Slower):
-        return Drafted(step_s=found.step_s)
+        return Drafted(step_s=found.step_s, ended_s=estimate.step_s)
     if found.step_s < within_s:  # what was worked out for its first microbatches is at hand here
         with suppress(NoPlanError):
             whole = found.made()
             found = Draft.of(with_reserved(whole, programs_of(whole), pricing.budget) if reserves else whole)
     packed = PackedEstimate.of(estimate, pricing)
-    return Drafted("", found.step_s, found.sample, found.peak_bytes, found.plan is not None, packed, pins)
+    numbers = found.step_s, estimate.step_s
+    return Drafted("", *numbers, found.sample, found.peak_bytes, found.plan is not None, packed, pins)
 
 
 def received_from(answer: Callable[[], Drafted], drafting: Drafting) -> Draft | Slower:
@@ -116,6 +119,7 @@ def received(drafted: Drafted, drafting: Drafting) -> Draft | Slower:
     """
     if drafted.why:
         raise SolverLimitError(drafted.why)
+    drafting.ended_s.append(drafted.ended_s)
     if drafted.sample is None or drafted.estimate is None or drafted.pins is None:
         return Slower(drafted.step_s)
     job, pricing = drafting.pricing.job, drafting.pricing

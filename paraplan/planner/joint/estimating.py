@@ -16,6 +16,7 @@ from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.estimate import Estimate, EstimateNumbers, Pricer
 from paraplan.planner.joint.prices.pricing import Packed, Pricing
 from paraplan.planner.joint.prices.pricing_order import Kind
+from paraplan.planner.joint.prices.pricing_rounds import PricingRounds
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 
 ESTIMATED, FEWEST = 40, 20
@@ -36,19 +37,19 @@ _Waiting = tuple[float, int, Combination, StagePrices]
 
 
 def estimate_best(
-    pricing: Pricing, listed: Sequence[Combination], best_s: float, faults: list[ParaplanError], share: float = 1.0
+    rounds: PricingRounds, best_s: float, faults: list[ParaplanError], share: float = 1.0
 ) -> list[Estimate]:
     """Of combinations, the most promising first.
 
     Args:
-        pricing: of their positions.
-        listed: the combinations.
+        rounds: of their prices; gone on with.
         best_s: the shortest step known.
         faults: added to: why some are not estimated.
         share: of the budget, what they are to hold at most.
     """
+    pricing, listed = rounds.pricing, rounds.listed
     form = pricing.form = ClosedForm(pricing.job.cluster, int(share * pricing.budget))
-    pricing.price_all(listed, best_s)
+    rounds.go_on(best_s)
     quick: list[_Waiting] = []
     for number, combination in enumerate(listed):
         known = [

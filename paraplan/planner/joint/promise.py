@@ -1,8 +1,9 @@
 """What estimates promise, as plans made of others have shown how far they are off.
 
 An estimate is taken to be off by as much as the last one of its family was; a pipeline's of a family not planned yet by
-as much as the best of others, and not by more than `ALIKE`: what is left out of it is left out of all. Where one was to
-fit and does not, others of its kind (inner axes and samples of a microbatch) are taken to be longer, and those of its
+as much as the best of others, and not by more than `ALIKE`: what is left out of it is left out of all. Where one had
+to be estimated again for fewer bytes, those of its family and its kind (inner axes and samples of a microbatch) are
+taken to be longer by as much as that was; where one was to fit and does not, others of its kind, and those of its
 family by as much again.
 """
 
@@ -36,10 +37,12 @@ class Promise:
 
     Attributes:
         off: per family, what its last plan took to its estimate.
+        fewer: per kind and family, what its last estimate came to for the bytes that it was planned for in the end.
         unfit: per kind, and per kind and family, how many were to fit and did not.
     """
 
     off: dict[str, float] = field(default_factory=dict)
+    fewer: dict[tuple[Hashable, str], float] = field(default_factory=dict)
     unfit: Counter[Hashable] = field(default_factory=Counter)
 
     def hoped_s(self, estimate: Estimate, kind: Hashable) -> float:
@@ -52,7 +55,8 @@ class Promise:
         known = [off for family, off in self.off.items() if family != ONE_STAGE]
         usual = 1.0 if estimate.family == ONE_STAGE or not known else min(*known, ALIKE)
         unfit = self.unfit[kind] + self.unfit[kind, estimate.family]
-        return estimate.step_s * self.off.get(estimate.family, usual) * UNFIT**unfit
+        longer = self.fewer.get((kind, estimate.family), 1.0) * UNFIT**unfit
+        return estimate.step_s * self.off.get(estimate.family, usual) * longer
 
     def slack(self, estimate: Estimate, left: float) -> float:
         """What it may be too high by to be worth planning.
@@ -67,18 +71,20 @@ class Promise:
         left = max(left, 0.0)
         return SLACK * left if estimate.family in self.off else FIRST_SLACK * left**2
 
-    def planned(self, estimate: Estimate, kind: Hashable, found_s: float | None) -> None:
+    def planned(self, estimate: Estimate, kind: Hashable, found_s: float | None, ended_s: float) -> None:
         """It was planned.
 
         Args:
             estimate: one that was to fit.
             kind: of its prices.
             found_s: what its plan takes; None where it does not fit.
+            ended_s: what it was estimated at in the end, where it was planned for fewer bytes.
         """
         if found_s is None:
             self.unfit.update((kind, (kind, estimate.family)))
         else:
-            self.off[estimate.family] = found_s / estimate.step_s
+            self.off[estimate.family] = found_s / ended_s
+            self.fewer[kind, estimate.family] = ended_s / estimate.step_s
 
 
 def to_be_ordered(best: Estimate | None, near: Iterable[Estimate], segments: int) -> list[Estimate]:

@@ -15,18 +15,16 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
-from paraplan.ir.errors import NoPlanError, ParaplanError
-from paraplan.ir.plan import Plan, Tried
+from paraplan.ir.errors import NoPlanError
+from paraplan.ir.plan import Plan
 from paraplan.ir.process.cores import num_cores
 from paraplan.ir.process.workers import Workers
-from paraplan.planner.alternatives.tried import in_vain, kept, planned, slower
-from paraplan.planner.assemble import Job
+from paraplan.planner.alternatives.tried import kept
 from paraplan.planner.certificate import certified_in_space
-from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.deadline import Deadline
+from paraplan.planner.constraints import device_budget
 from paraplan.planner.interrupts import found_until
+from paraplan.planner.joint.attempts import Attempts
 from paraplan.planner.joint.bounding.proving import SpaceProof
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.drafting import Drafting, PlanningEffort
@@ -35,12 +33,12 @@ from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.nothing_found import nothing_found
 from paraplan.planner.joint.prices.pricing import Pricing, pricing_beside
+from paraplan.planner.joint.prices.pricing_rounds import PricingRounds
 from paraplan.planner.joint.promise import Promise, to_be_ordered
 from paraplan.planner.one_stage.one_stage_plans import OneStage, OneStagePlans, is_piped
 from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.pipeline_search import Slower
 from paraplan.planner.pipeline.searched_schedule import SEARCHED
-from paraplan.planner.pipeline.stage_sharding import Shardings
 
 Make = Callable[[Drafting], Draft | Slower]
 """Makes a draft."""
@@ -59,6 +57,8 @@ PROMISING = 0.01
 """How much shorter than the best plan another has to promise to be for time kept for other searches to go into it."""
 LATE = "others not in time"
 """Said where a pipeline would have been planned, were there time for so many microbatches."""
+AGAIN_LEFT = 0.3
+"""Of the limit, what is left at least for more to be priced after the first pipelines were planned."""
 ORDERED_LEFT, ORDERED_SHARE, ORDERED_GAIN = 0.25, 0.15, 0.06
 """Of the limit, what is left at least for a pipeline's orders to be searched for; of what is left, what that may take;
 by how much longer than the best plan it may be thought to be."""
@@ -68,36 +68,23 @@ it."""
 
 
 @dataclass
-class JointSearch:
+class JointSearch(Attempts):
     """A search under way.
 
     Attributes:
-        job, constraints: what is planned, and what is pinned of any plan.
-        shardings: of stages' devices.
-        progress: told what is being tried.
-        deadline: of all of it.
+        job, constraints, shardings, progress, deadline: as of `Attempts`.
         reserves: whether allocators have to have room for its pipelines; searches for fewer bytes, for which time was
             kept, follow where they have none.
         workers: that price beside this process; None for none.
         is_interrupted: whether an interrupt ended it.
     """
 
-    job: Job
-    constraints: Constraints
-    shardings: Shardings
-    progress: Callable[[str], None]
-    deadline: Deadline
     reserves: bool = False
     workers: Workers | None = None
     is_interrupted: bool = False
-    drafts: list[Draft] = field(default_factory=list)
     roomless: list[Draft] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    tried: list[Tried] = field(default_factory=list)
-    faults: list[ParaplanError] = field(default_factory=list)
     _promise: Promise = field(default_factory=Promise)
     _proof: SpaceProof | None = None
-    _drafted: dict[int, tuple[str, float | None, dict[str, Any]]] = field(default_factory=dict)
     _planned: dict[str, Estimate] = field(default_factory=dict)
 
     @cached_property
@@ -109,18 +96,6 @@ class JointSearch:
     def pricing(self) -> Pricing:
         """Prices of positions."""
         return Pricing(self.job, self.constraints, self.budget, self.progress, self.deadline, self.workers)
-
-    @property
-    def best_s(self) -> float:
-        """The shortest step of a plan so far."""
-        return min((draft.step_s for draft in self.drafts), default=math.inf)
-
-    def know(self, drafts: Sequence[Draft]) -> None:
-        """Begin with plans found elsewhere, which others have to be faster than."""
-        self.drafts += drafts
-        for draft in drafts:
-            self._drafted[id(draft)] = "known", None, {}
-            self.words.append(f"known before: {draft.step_s:.4g} s")
 
     def found(self, listed: Sequence[Combination], one_stage: OneStage, certify: bool = True) -> tuple[Draft, ...]:
         """The fastest plan of one stage or of some combinations, made, and the others, the faster first.
@@ -137,10 +112,7 @@ class JointSearch:
         alone = OneStagePlans(self.job, self.constraints, self.deadline, one_stage, self._try, self.drafts)
         try:
             alone.plan_usual()
-            for share in LEANER:
-                estimates = estimate_best(self.pricing, listed, self.best_s, self.faults, share)
-                if self._plan_promising(estimates) or self.deadline.is_over:
-                    break
+            estimates = self._propose(listed)
             self._begin_proof()
             self._make_fastest()
             self._prolong()
@@ -163,6 +135,24 @@ class JointSearch:
         best, *others = (draft.noted((note,), tried) for draft in sorted(self.drafts, key=step_s))
         return (Draft.of(self._certified(best)) if certify else best), *others
 
+    def _propose(self, listed: Sequence[Combination]) -> list[Estimate]:
+        """Price, estimate and plan combinations, for fewer bytes where some that were to fit do not; and again what
+        there was no time to price before, where there is some after all."""
+        for share in LEANER:
+            rounds = PricingRounds(self.pricing, listed)
+            estimates = estimate_best(rounds, self.best_s, self.faults, share)
+            if self._plan_promising(estimates) or self.deadline.is_over:
+                break
+        if self.drafts and rounds.has_more(self.best_s):
+            self._prolong()
+            if self.deadline.passed_s < (1 - AGAIN_LEFT) * self.deadline.limit_s:
+                self.pricing.share = (self.deadline.passed_s / self.deadline.limit_s + 1) / 2
+                more = estimate_best(rounds, self.best_s, self.faults, share)
+                every = {each.combination: each for each in (*estimates, *more)}
+                estimates = sorted(every.values(), key=lambda each: each.rank)
+                self._plan_promising([each for each in estimates if each.combination.text not in self._planned])
+        return estimates
+
     def _end(self, fault: KeyboardInterrupt) -> None:
         """Make the best of the plans so far whole; interrupted once more, keep those that are."""
         for draft in found_until(fault, Draft):
@@ -184,19 +174,10 @@ class JointSearch:
         self.deadline.prolong()
         return True
 
-    def _make_fastest(self) -> None:
-        """Make drafts whole until the fastest of all is."""
-        while self.drafts and (best := min(self.drafts, key=step_s)).plan is None:
-            self.progress(f"all microbatches of the best so far, about {best.step_s:.4g} s")
-            what, estimated_s, pins = self._drafted[id(best)]
-            try:
-                self.tried.append(planned(what, best.made(), estimated_s, pins))
-                self.words.append(f"{what}, whole: {best.step_s:.4g} s")
-            except ParaplanError as fault:
-                self.drafts.remove(best)
-                self.faults.append(fault)
-                self.tried.append(in_vain(what, fault, estimated_s))
-                self.words.append(f"{what}, whole: nothing")
+    def _prolong_for(self, late: Sequence[Estimate]) -> bool:
+        """As `_prolong`, if one of those not in time promises enough."""
+        hoped_s = min(map(self._hoped_s, late), default=math.inf)
+        return hoped_s <= (1 - PROMISING) * self.best_s and self._prolong()
 
     @property
     def _is_bounded(self) -> bool:
@@ -276,16 +257,19 @@ class JointSearch:
             enough = MOST if hopes and self.deadline.passed_s < GRACE * self.deadline.limit_s else 1
             is_poor = self.best_s > POOR * min(map(self._hoped_s, waiting))
             if not in_time and ((self.drafts and not is_poor) or in_vain >= enough):
-                if min(map(self._hoped_s, waiting)) <= (1 - PROMISING) * self.best_s and self._prolong():
+                if self._prolong_for(waiting):
                     continue
                 return True
             first = min(in_time, key=rank) if in_time else min(waiting, key=lambda each: each.combination.num_actions)
             if in_vain >= MOST and (self.drafts or self._promise.unfit or math.isinf(first.step_s)):
                 break
-            if not self._is_worth(first, left_s / self.deadline.limit_s):
+            left = effort.left(first.combination, self.deadline)
+            if not self._is_worth(first, max(left, left_s / self.deadline.limit_s)):
+                if self._prolong_for([each for each in waiting if each not in in_time]):
+                    continue
                 break
             waiting.remove(first)
-            if not self._is_worth(first, effort.left(first.combination, self.deadline)):
+            if not self._is_worth(first, left):
                 continue
             began_s = self.deadline.passed_s
             besides = [each for each in in_time if SHARED * effort.seconds(each.combination) <= left_s]
@@ -322,46 +306,8 @@ class JointSearch:
             found.append((each, partial(received_from, answer)))
         return found
 
-    def _hoped_of(self, draft: Draft) -> float:
-        """The step a draft came to, or the one it was estimated at, if that is less."""
-        _, estimated_s, _ = self._drafted.get(id(draft), ("", None, {}))
-        return draft.step_s if estimated_s is None else min(draft.step_s, estimated_s)
-
     def _hoped_s(self, estimate: Estimate) -> float:
         return self._promise.hoped_s(estimate, self.pricing.kind(estimate.combination))
-
-    def _try(
-        self,
-        what: str,
-        pins: Constraints,
-        make: Callable[[], Draft | Slower],
-        estimated: str = "",
-        step_s: float | None = None,
-    ) -> float | None:
-        """What is planned, told with what it was estimated at: its step, or what that is not below; None where nothing
-        was found."""
-        text = f"{what}{estimated}"
-        known = f"{text}; best so far {self.best_s:.4g} s" if self.drafts else text
-        self.progress(known)
-        try:
-            found = make()
-        except ParaplanError as fault:  # of one candidate: others are looked at
-            self.faults.append(fault)
-            self.tried.append(in_vain(what, fault, step_s))
-            self.words.append(f"{text}: nothing")
-            return None
-        if isinstance(found, Slower):
-            self.words.append(f"{text}: about {found.step_s:.4g} s")
-            self.tried.append(slower(what, found.step_s, step_s))
-            return found.step_s
-        self.drafts.append(found)
-        asked = self.constraints.as_data
-        more = {name: value for name, value in pins.as_data.items() if asked.get(name) != value}
-        self._drafted[id(found)] = what, step_s, more
-        told = slower(what, found.step_s, step_s) if found.plan is None else planned(what, found.plan, step_s, more)
-        self.tried.append(told)
-        self.words.append(f"{text}: {'about ' if found.plan is None else ''}{found.step_s:.4g} s")
-        return found.step_s
 
     def _plan(self, estimate: Estimate, beside: Make | None = None) -> None:
         """Plan a combination as a pinned pipeline, or take what was planned beside."""
@@ -376,7 +322,8 @@ class JointSearch:
             self.roomless.append(draft)
             self._drafted[id(draft)] = estimate.combination.text, step_s, {}
         if step_s is not None and (found_s is not None or isinstance(self.faults[-1], NoPlanError)):
-            self._promise.planned(estimate, self.pricing.kind(estimate.combination), found_s)
+            ended_s = drafting.ended_s[-1] if drafting.ended_s else step_s
+            self._promise.planned(estimate, self.pricing.kind(estimate.combination), found_s, ended_s)
 
 
 def search_joint(

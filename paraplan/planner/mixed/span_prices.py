@@ -18,6 +18,7 @@ from paraplan.planner.constraints import Constraints, device_budget
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.combinations import Combination
 from paraplan.planner.joint.prices.pricing import PRICED_SHARE, Pricing
+from paraplan.planner.joint.prices.pricing_rounds import PricingRounds
 from paraplan.planner.mixed.group_sets import cluster_of
 from paraplan.planner.mixed.listing import Division, inner_constraints
 from paraplan.planner.mixed.positions import PositionSpan
@@ -85,7 +86,7 @@ class SpanPrices:
                 continue
             pricing.deadline = Deadline(self._deadline.share_s(share / (len(listed) - number)) / PRICED_SHARE)
             unknown = [each for each in combinations if pricing.kind(each) not in pricing.prices]
-            pricing.price_all(unknown, rivals=False)
+            PricingRounds(pricing, unknown, rivals=False).go_on()
 
     def of(self, span: PositionSpan, microbatches: int) -> tuple[StagePrices, ...]:
         """What was priced for a span, fastest first; nothing where there is no sharding, or none was looked for."""

@@ -34,6 +34,8 @@ SOLVED = 1.005
 least work are nearly those that were priced."""
 NEARLY = 1.02
 """How much slower a plan of one stage may be for others of one stage to be laid out by hand."""
+FAR = 1.3
+"""How much longer than a pipeline one stage may be estimated at to be solved at all."""
 CHUNKED = 1.05
 """Likewise for ZeRO-3 to be planned where memory binds: what runs in chunks is in no estimate."""
 
@@ -137,8 +139,9 @@ class OneStagePlans:
     ) -> None:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best or nearly so, or was to be, allocators having room for
-        it or not, on its mesh. Under tight memory tensor parallelism inside nodes is planned before, and ZeRO-3: of
-        layouts that take as much work all would have to be fitted to find those that fit with least made again.
+        it or not, on its mesh; nothing where all of it is far from a pipeline. Under tight memory tensor parallelism
+        inside nodes is planned before, and ZeRO-3: of layouts that take as much work all would have to be fitted to
+        find those that fit with least made again.
 
         Args:
             roomless: drafts that allocators have no room for.
@@ -147,7 +150,9 @@ class OneStagePlans:
             certify: whether to bound what is found.
             is_bounded: whether plans on meshes of one and two axes are bounded together with pipelines.
         """
-        n = self.job.cluster.num_devices
+        n, best_s = self.job.cluster.num_devices, min(map(step_s, self.drafts), default=math.inf)
+        if math.isfinite(alone_s) and FAR * best_s < min((alone_s, *map(hoped_s, self._alone(roomless)))):
+            return
         for degrees in self._divided(n) if self.is_tight else ():
             if _key(None, degrees) not in self._tried and not self._has_ended:
                 self._fits(self.make, None, **degrees)
@@ -159,8 +164,7 @@ class OneStagePlans:
             make = partial(self.make, self.constraints, certify and (others or not is_bounded))
             self.attempt("one stage", self.constraints, make)
             return
-        alone = [draft for draft in (*self.drafts, *roomless) if len(draft.sample.stages) == 1]
-        nearest = min(alone, key=hoped_s, default=None)
+        nearest = min(self._alone(roomless), key=hoped_s, default=None)
         nearest_s = math.inf if nearest is None else hoped_s(nearest)
         binds = self._tried.get(_key("none", {"dp": n, "zero": 3})) is False
         if binds and min(nearest_s, alone_s) <= CHUNKED * best.step_s:
@@ -174,6 +178,10 @@ class OneStagePlans:
             pinned = msgspec.structs.replace(pinned, mesh=mesh)
         what = f"one stage, solved on mesh {'x'.join(map(str, mesh))}"
         self.attempt(what, pinned, partial(self.make, pinned, certify and not is_bounded))
+
+    def _alone(self, roomless: Sequence[Draft]) -> list[Draft]:
+        """Drafts of one stage."""
+        return [draft for draft in (*self.drafts, *roomless) if len(draft.sample.stages) == 1]
 
     def plan_by_hand(self) -> None:
         """What people lay out by hand on few devices, where one stage is the best or nearly so and time is left: tensor

@@ -32,6 +32,7 @@ from paraplan.planner.joint.drafting_beside import PackedEstimate, _unasked, dra
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
 from paraplan.planner.joint.prices.pricing import Pricing, pricing_beside
+from paraplan.planner.joint.prices.pricing_rounds import PricingRounds
 from paraplan.planner.pipeline.draft import Draft
 from paraplan.planner.pipeline.pipeline_search import Slower
 from paraplan.planner.pipeline.stage_sharding import Shardings
@@ -83,7 +84,7 @@ def test_what_is_received_is_what_is_drafted_here(schedule: str) -> None:
     """Through what passes between processes, with a job that is another object there."""
     pricing, there = _pricing(), _pricing(pickle.loads(pickle.dumps(_job())))
     listed = [each for each in _listed() if each.schedule == schedule and each.pp == 4]
-    first = estimate_best(pricing, listed, math.inf, [])[0]
+    first = estimate_best(PricingRounds(pricing, listed), math.inf, [])[0]
     here = _drafting(pricing).drafted(first, math.inf)
     assert isinstance(here, Draft)
     whole = here.made()
@@ -102,7 +103,7 @@ def test_what_is_received_is_what_is_drafted_here(schedule: str) -> None:
 
 def test_why_nothing_comes_of_an_estimate_passes() -> None:
     pricing = _pricing()
-    first = estimate_best(pricing, _listed(), math.inf, [])[0]
+    first = estimate_best(PricingRounds(pricing, _listed()), math.inf, [])[0]
     tight = Pricing(pricing.job, pricing.constraints, 1 << 20, lambda _: None, pricing.deadline)
     answer = drafted_beside(tight, PackedEstimate.of(first, pricing), math.inf, True)
     assert answer.why and answer.sample is None
@@ -114,9 +115,9 @@ def test_estimates_of_other_processes_are_those_of_this_one() -> None:
     def numbers(found: list[Estimate]) -> list[object]:
         return [(each.combination, each.step_s, each.bounds, each.taken, each.is_recut) for each in found]
 
-    alone = estimate_best(_pricing(), _listed(), math.inf, [])
+    alone = estimate_best(PricingRounds(_pricing(), _listed()), math.inf, [])
     with _workers(2) as workers:
-        beside = estimate_best(_pricing(workers=workers), _listed(), math.inf, [])
+        beside = estimate_best(PricingRounds(_pricing(workers=workers), _listed()), math.inf, [])
         assert workers.lost == workers.redone == 0
     assert numbers(alone) == numbers(beside) and len(alone) > 10
 
@@ -128,7 +129,7 @@ def test_prices_that_positions_of_several_sizes_share_pass_between_processes() -
     workers = Workers(1, pricing_beside, job, free, pricing.budget, pricing.deadline)
     with closing(workers):
         pricing.workers = workers
-        found = estimate_best(pricing, listed, math.inf, [])
+        found = estimate_best(PricingRounds(pricing, listed), math.inf, [])
         assert workers.lost == workers.redone == 0
     sizes = {each.combination.pp: each.prices.sharding.decisions.mesh.size for each in found}
     assert any(job.cluster.num_devices // pp != size for pp, size in sizes.items()), "of another's positions"

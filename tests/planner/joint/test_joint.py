@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,10 +22,10 @@ from paraplan.jobs.inputs import hf_batch
 from paraplan.jobs.models import hf_model
 from paraplan.planner.assemble import Decisions, Job, assemble
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.deadline import SolveLimits
+from paraplan.planner.deadline import Deadline, SolveLimits
 from paraplan.planner.joint import combinations as combinations_module
 from paraplan.planner.joint.combinations import Combination, combinations
-from paraplan.planner.joint.drafting import PlanningEffort
+from paraplan.planner.joint.drafting import EASY, WHOLE, PlanningEffort
 from paraplan.planner.joint.prices import sharding_front
 from paraplan.planner.joint.prices.sharding_front import AS_QUICK, front, with_price
 from paraplan.planner.one_stage.one_stage_plans import is_piped
@@ -202,5 +203,23 @@ def test_what_pipelines_take_to_plan_is_learned() -> None:
     first, more = effort.seconds(one), effort.seconds(Combination(4, (2,), 128, "1f1b", 1))
     assert 0 < effort.seconds(few) < first == more, "full rounds are carried on"
     assert effort.seconds(Combination(1, (8,), 64, "1f1b", 1)) == 0
-    effort.took(one, 3 * effort.call_s * 100 * 12)  # twelve microbatches give four positions two rounds alike
+    effort.took(one, 3 * first / WHOLE)
     assert effort.seconds(one) == pytest.approx(2 * first)
+    little = PlanningEffort(10)
+    little.took(few, 30 * little.seconds(few) / WHOLE)  # what takes long of few calls is not their number
+    assert little.seconds(one) < 2 * little.seconds(few)
+
+
+def test_what_is_planned_in_a_small_part_of_the_time_left_is_tried_as_if_all_were_left() -> None:
+    effort, few, long = PlanningEffort(10), Combination(4, (2,), 8, "1f1b", 1), Deadline(6000.0)
+
+    def left(passed: float) -> float:
+        long._started = time.perf_counter() - passed * long.limit_s
+        return effort.left(few, long)
+
+    effort.took(few, 60.0)
+    assert left(0.1) == pytest.approx(1.0)
+    assert left(0.8) == pytest.approx(1200.0 / (EASY * effort.seconds(few)), rel=1e-2) and 0.5 < left(0.8) < 1
+    effort.took(few, 600.0)
+    assert left(0.6) == pytest.approx(0.4 - effort.seconds(few) / 6000.0, rel=1e-2)
+    assert left(0.999) < 0

@@ -15,8 +15,10 @@ from paraplan.planner.joint.combinations import combinations
 from paraplan.planner.joint.drafting import PlanningEffort
 from paraplan.planner.joint.estimate import Estimate
 from paraplan.planner.joint.estimating import estimate_best
-from paraplan.planner.joint.prices.pricing import BATCH, PRICED_SHARE, Pricing
-from paraplan.planner.joint.search_joint import LATE, POOR, JointSearch
+from paraplan.planner.joint.prices.pricing import PRICED_SHARE, Pricing
+from paraplan.planner.joint.prices.pricing_rounds import BATCH, PricingRounds
+from paraplan.planner.joint.promise import Promise
+from paraplan.planner.joint.search_joint import AGAIN_LEFT, LATE, POOR, JointSearch
 from paraplan.planner.one_stage.one_stage_plans import OneStagePlans
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.search import find
@@ -54,9 +56,39 @@ def test_late_it_goes_on_pricing_until_something_fits_or_time_is_up(
     release_caches()
     pricing = Pricing(job, FREE, device_budget(job.cluster, FREE), lambda _: None, Stopped(share))
     if not fits:
-        monkeypatch.setattr(pricing, "_least_s", lambda *_: math.inf)
-    pricing.price_all(combinations(job, FREE))
+        monkeypatch.setattr(pricing, "least_s", lambda *_: math.inf)
+    PricingRounds(pricing, combinations(job, FREE)).go_on()
     assert least <= len(pricing.prices) <= most
+
+
+@pytest.mark.parametrize(("share", "again"), [(1.01 * PRICED_SHARE, True), (1 - 0.9 * AGAIN_LEFT, False)])
+def test_what_there_was_no_time_to_price_is_priced_after_the_first_plans(
+    monkeypatch: pytest.MonkeyPatch, share: float, again: bool
+) -> None:
+    job, rounds = zoo_job("gpt2", 4), list[tuple[int, list[Estimate]]]()
+    release_caches()
+    search = JointSearch(job, FREE, Shardings(lambda *_: pytest.fail("none")), lambda _: None, Stopped(share))
+    search.drafts.append(_draft(1e9))
+
+    def plan_promising(estimates: list[Estimate]) -> bool:
+        rounds.append((len(search.pricing.prices), estimates))
+        search._planned.update({each.combination.text: each for each in estimates[:1]})
+        return True
+
+    monkeypatch.setattr(search, "_plan_promising", plan_promising)
+    found = search._propose(combinations(job, FREE))
+    assert len(rounds) == 1 + again and rounds[0][1][0].combination in {each.combination for each in found}
+    if again:
+        (few, first), (more, then) = rounds
+        assert few < more and first[0].combination not in {each.combination for each in then}, "it is planned"
+
+
+def test_what_was_estimated_again_for_fewer_bytes_says_nothing_of_other_kinds() -> None:
+    one, other = (SimpleNamespace(family="1f1b, recomputing", step_s=step_s) for step_s in (1.0, 1.2))
+    known = Promise()
+    known.planned(one, "a", 2.1, 2.0)  # type: ignore[arg-type]
+    assert known.hoped_s(one, "a") == pytest.approx(2.1)  # type: ignore[arg-type]
+    assert known.hoped_s(other, "b") == pytest.approx(1.2 * 1.05)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("times", [0.9 * POOR, 1.1 * POOR])
@@ -66,7 +98,9 @@ def test_a_plan_much_slower_than_others_promise_is_not_what_time_is_kept_for(
     job, planned = zoo_job("gpt2", 4), list[Estimate]()
     search = JointSearch(job, FREE, Shardings(lambda *_: pytest.fail("none")), lambda _: None, Stopped(0.9))
     pricing = Pricing(job, FREE, search.budget, lambda _: None, Deadline(60.0))
-    estimates = [each for each in estimate_best(pricing, combinations(job, FREE), math.inf, []) if each.step_s > 0]
+    estimates = [
+        each for each in estimate_best(PricingRounds(pricing, combinations(job, FREE)), math.inf, []) if each.step_s > 0
+    ]
     search.__dict__["pricing"] = pricing
     least_s = min(each.step_s for each in estimates)
     search.drafts.append(_draft(times * least_s))
@@ -88,7 +122,9 @@ def test_time_kept_for_other_searches_goes_into_a_pipeline_that_promises_more(
     job, planned = zoo_job("gpt2", 4), list[Estimate]()
     search = JointSearch(job, FREE, Shardings(lambda *_: pytest.fail("none")), lambda _: None, Stopped(0.9), reserves)
     pricing = Pricing(job, FREE, search.budget, lambda _: None, Deadline(60.0))
-    estimates = [each for each in estimate_best(pricing, combinations(job, FREE), math.inf, []) if each.step_s > 0]
+    estimates = [
+        each for each in estimate_best(PricingRounds(pricing, combinations(job, FREE)), math.inf, []) if each.step_s > 0
+    ]
     search.__dict__["pricing"] = pricing
     search.deadline.kept = 1 / FIRST if reserves else 1.0
     search.drafts.append(_draft(times * min(each.step_s for each in estimates)))

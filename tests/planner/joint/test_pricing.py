@@ -29,6 +29,7 @@ from paraplan.planner.joint.prices import pricing as pricing_module
 from paraplan.planner.joint.prices import sharding_front
 from paraplan.planner.joint.prices.pricing import GAP, NEAR, Pricing, pricing_beside
 from paraplan.planner.joint.prices.pricing_order import Way, in_turn, steps_of, usual_samples, ways_of
+from paraplan.planner.joint.prices.pricing_rounds import PricingRounds
 from paraplan.planner.pipeline.cuts.stage_cuts import cut_chain
 from paraplan.planner.pipeline.prices.same_layouts import in_same_layouts
 from paraplan.planner.pipeline.prices.stage_prices import Sharding
@@ -58,7 +59,7 @@ def test_what_is_left_unpriced_comes_nowhere_near_the_best() -> None:
     job = zoo_job("gpt2", 4)
     listed = combinations(job, FREE)
     some, every = _pricing(job), _pricing(job)
-    some.price_all(listed)
+    PricingRounds(some, listed).go_on()
     for combination in listed:
         if every.kind(combination) not in every.prices:
             alike = [each for each in listed if every.kind(each) == every.kind(combination)]
@@ -80,7 +81,7 @@ def test_nothing_more_is_priced_beside_a_plan_that_is_far_faster() -> None:
     job = zoo_job("gpt2", 4)
     listed = combinations(job, FREE)
     pricing = _pricing(job)
-    pricing.price_all(listed, best_s=1e-12)
+    PricingRounds(pricing, listed).go_on(1e-12)
     ways = ways_of({pricing.kind(each) for each in listed}, usual_samples(job.program))
     heads = {way.kinds[0] for way in ways if way.of is None}
     bare = {kind for way in ways if way.of is not None and not pricing.prices[way.of.kinds[0]] for kind in way.kinds}
@@ -95,11 +96,11 @@ def test_late_one_sharding_of_one_kind_is_priced(monkeypatch: pytest.MonkeyPatch
     listed = combinations(job, FREE)
     release_caches()
     pricing = _pricing(job)
-    pricing.price_all(listed)
+    PricingRounds(pricing, listed).go_on()
     assert len(pricing.prices) > 1 and any(len(found) > 1 for found in pricing.prices.values())
     release_caches()
     late = replace(_pricing(job), deadline=Deadline(0.0))
-    late.price_all(listed)
+    PricingRounds(late, listed).go_on()
     assert [len(found) for found in late.prices.values()] == [1]
 
 
@@ -163,11 +164,11 @@ def test_prices_of_other_processes_are_those_of_this_one() -> None:
     job = zoo_job("gpt2", 4)
     listed, deadline = combinations(job, FREE), Deadline(600.0)
     alone = _pricing(job)
-    alone.price_all(listed)
+    PricingRounds(alone, listed).go_on()
     workers = Workers(1, pricing_beside, job, FREE, alone.budget, deadline)
     try:
         beside = Pricing(job, FREE, alone.budget, lambda _: None, deadline, workers)
-        beside.price_all(listed)
+        PricingRounds(beside, listed).go_on()
     finally:
         workers.close()
     assert _numbers(beside) == _numbers(alone) and not beside.faults
@@ -246,10 +247,10 @@ def test_the_best_estimate_is_hardly_longer_for_layouts_taken_over(monkeypatch: 
     listed = [each for each in combinations(job, FREE) if each.pp == 1 and each.microbatches <= 8]
     release_caches()
     some, every = _pricing(job), _pricing(job)
-    taken, *_ = estimate_best(some, listed, math.inf, [])
+    taken, *_ = estimate_best(PricingRounds(some, listed), math.inf, [])
     assert some.alike and some.alike <= set(some.prices)
-    monkeypatch.setattr(Pricing, "_in_layouts", lambda *_: ())
-    chosen, *_ = estimate_best(every, listed, math.inf, [])
+    monkeypatch.setattr(PricingRounds, "_in_layouts", lambda *_: ())
+    chosen, *_ = estimate_best(PricingRounds(every, listed), math.inf, [])
     assert not every.alike and taken.step_s <= (1 + GAP) * chosen.step_s
 
 
@@ -293,7 +294,7 @@ def test_one_stage_is_estimated_whatever_pipelines_promise(monkeypatch: pytest.M
     """Its estimate says whether it is solved, which finds what estimates know nothing of."""
     monkeypatch.setattr(estimating, "ESTIMATED", 0)
     job = zoo_job("gpt2", 2)
-    found = estimate_best(_pricing(job), combinations(job, FREE), math.inf, [])
+    found = estimate_best(PricingRounds(_pricing(job), combinations(job, FREE)), math.inf, [])
     assert [each.combination.pp for each in found] == [1]
 
 
@@ -315,7 +316,7 @@ def test_what_does_not_divide_samples_is_for_its_own_mesh_alone() -> None:
     pricing = _pricing(job)
     assert not pricing.divides_at_ease and _pricing(replace(_large(), cluster=job.cluster)).divides_at_ease
     listed = [each for each in combinations(job, FREE) if pricing.is_wide(each)]
-    pricing.price_all(listed)
+    PricingRounds(pricing, listed).go_on()
     priced = [each for each in listed if pricing.kind(each) in pricing.prices]
     every = {id(prices) for each in priced for prices in pricing.prices[pricing.kind(each)]}
     assert every and all(pricing.of(each) for each in priced), "in samples"
@@ -332,5 +333,6 @@ def test_what_another_search_priced_for_any_width_is_known() -> None:
     release_caches()
     pricing = _pricing(replace(_large(), cluster=parse_cluster("8xA100-80:4")))
     wide = Combination(4, (8,), 4, "1f1b", 1)
-    assert pricing.is_wide(wide) and not pricing._is_known(wide, [wide])
-    assert pricing.priced(wide, [wide]) and pricing._is_known(wide, [wide])
+    rounds = PricingRounds(pricing, [wide])
+    assert pricing.is_wide(wide) and not rounds._is_known(wide, [wide])
+    assert pricing.priced(wide, [wide]) and rounds._is_known(wide, [wide])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,8 @@ from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
 from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.one_stage import one_stage_plans
-from paraplan.planner.one_stage.one_stage_plans import CHUNKED, SOLVED, OneStagePlans
-from paraplan.planner.pipeline.draft import Draft
+from paraplan.planner.one_stage.one_stage_plans import CHUNKED, FAR, SOLVED, OneStagePlans
+from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.search import find
 from tests.captures import zoo_job
@@ -93,6 +94,19 @@ def test_what_was_to_be_faster_is_solved_and_zero_3_before_it(
     tried.clear()
     unmade.solve([], lambda draft: draft.step_s, hoped, certify=False)
     assert [(pins.dp, pins.zero) for pins in tried] == [(4, 3)] * zero_3, "it was estimated"
+
+
+@pytest.mark.parametrize(("alone_s", "is_far"), [(0.99 * FAR, False), (1.01 * FAR, True), (math.inf, False)])
+def test_nothing_of_one_stage_is_solved_where_it_is_far_from_a_pipeline(alone_s: float, is_far: bool) -> None:
+    """Where it was not estimated to fit, nothing is known of it."""
+    job, tried = zoo_job("gpt2", 4), list[str]()
+    alone = Draft.of(find(job, Constraints(mesh=(4,), pp=1), certify=False).plan)
+    best = replace(alone, step_s=1.0, sample=msgspec.structs.replace(alone.sample, stages=()))
+    search = OneStagePlans(
+        job, Constraints(), Deadline(60.0), fail, lambda what, *_: tried.append(what), [best], is_tight=True
+    )
+    search.solve([], step_s, alone_s, certify=False)
+    assert bool(tried) != is_far
 
 
 def test_what_recomputes_is_fitted_first_only_where_nothing_else_fits() -> None:
