@@ -21,6 +21,7 @@ from paraplan.ir.plan_words import plan_phrases, plan_words
 from paraplan.ir.sizes import say_size
 from paraplan.planner.alternatives.replan import Alternative, WithMore, alternative, constraints_of, with_more_memory
 from paraplan.planner.constraints import Constraints, device_budget
+from paraplan.planner.mixed.idle_groups import IDLE
 from paraplan.report.diagnosis.faster import faster
 from paraplan.report.diagnosis.html import ShownDiagnosis
 from paraplan.report.diagnosis.memory_use import (
@@ -196,8 +197,10 @@ def _notes(data: ir_plan.Plan, searched: bool) -> tuple[str, ...]:
     """What the answers rest on."""
     measured = "plans made anew price ops that this plan lacks by the model, for its file has the times of its own ops"
     layered = "plans made anew have a layer as one segment, as this plan does"
+    idle = f"all answers are of {data.cluster.name} alone; plan anew for those of the groups that the plan leaves idle"
     pins = constraints_of(data)
     return (
+        *((idle,) if any(IDLE in note for note in data.notes) else ()),
         *((measured,) if searched and data.profile is not None else ()),
         *((layered,) if searched and pins.recompute not in (None, "none") else ()),
     )

@@ -180,7 +180,8 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
         float,
         Option(
             "For planning, loading and capture apart.",
-            "seconds for planning, capture apart; a note says if they ran out. 0: the first plan that fits.",
+            "seconds for planning, capture apart; a note says if they ran out. Where nothing fits by then, up to twice "
+            "as many. 0: the first plan that fits.",
             PLANNING,
             flag="time-limit",
             metavar="SECONDS",

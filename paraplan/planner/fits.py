@@ -92,13 +92,17 @@ def search_room(
         ConstraintError, InfeasibleError, KeyboardInterrupt: as by `search`.
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
     """
+
+    def made(limit_s: float) -> BestPlan:
+        searches = partial(allowing, partial(_search_room, asked_s=limit_s), _may_fit), _mixed_room
+        return among_groups(searches, job, constraints, limit_s, progress, certify)
+
     try:
-        searches = partial(allowing, partial(_search_room, asked_s=time_limit_s), _may_fit), _mixed_room
-        return among_groups(searches, job, constraints, time_limit_s, progress, certify)
+        return made(time_limit_s)
     except NoPlanError as fault:
         raise fault.explained() from None
     except KeyboardInterrupt as fault:
-        return interrupted_plan(fault)
+        return interrupted_plan(fault, partial(made, 0.0), progress)
 
 
 @seldom_collected()

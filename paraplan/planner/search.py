@@ -45,6 +45,7 @@ from paraplan.planner.pipeline.pipeline import alone_note
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.presets import in_layers
 from paraplan.planner.schedules.full_rounds import programs_of
+from paraplan.planner.sharding.expert_pins import expert_axis
 from paraplan.planner.sharding.solve import choose
 
 TIGHTER = 3
@@ -76,15 +77,17 @@ def search(
     Raises:
         ConstraintError: choices contradict each other or the cluster, or the time limit is none.
         InfeasibleError: proved on every mesh tried.
-        KeyboardInterrupt: before a plan was found; after that, the search gives the fastest it has.
+        KeyboardInterrupt: a second one, after one before a plan was found, for which the first that fits is given;
+            after that, the search gives the fastest it has.
         SolverLimitError: nothing was found, nor proved impossible everywhere.
     """
+    made = partial(among_groups, (find, find_mixed), job, constraints, progress=progress, certify=certify)
     try:
-        return among_groups((find, find_mixed), job, constraints, time_limit_s, progress, certify)
+        return made(time_limit_s)
     except NoPlanError as fault:
         raise fault.explained() from None
     except KeyboardInterrupt as fault:
-        return interrupted_plan(fault)
+        return interrupted_plan(fault, partial(made, 0.0), progress)
 
 
 @seldom_collected()
@@ -186,6 +189,8 @@ def _checked(job: Job, constraints: Constraints) -> tuple[Job, Constraints, tupl
     """The job and its constraints as they are searched, and notes; refused where they contradict the model or its
     devices."""
     check_param_names(constraints, job.program.params)
+    if constraints.ep is not None:
+        expert_axis(job.program, constraints.ep)
     check_rates(job)
     check_reduce_dtype(constraints, job.program.precision)
     job, constraints = in_layers(job, constraints)

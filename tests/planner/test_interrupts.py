@@ -1,4 +1,4 @@
-"""Interrupted searches give the best plan that they had; only without one an interrupt stays one."""
+"""Interrupted searches give the best plan that they had, or the first that fits; interrupted again, none."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from paraplan.baselines.planners import choosing, plan_by
+from paraplan.ir.errors import SolverLimitError
 from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.fits import search_room
-from paraplan.planner.interrupts import NOTE
+from paraplan.planner.interrupts import FIRST_WORDS, NOTE, interrupted_plan
 from paraplan.planner.joint.bounding.proving import SpaceProof
 from paraplan.planner.joint.search_joint import JointSearch
 from paraplan.planner.one_stage import solved_meshes
@@ -38,13 +39,14 @@ def planned(job: Job, pins: Constraints) -> Search:
     return lambda progress: search_room(job, pins, 60.0, progress)
 
 
-def interrupted(search: Search, at: int) -> tuple[BestPlan | None, list[str]]:
-    """What a search gives that is interrupted as it reports progress for the (at + 1)th time, and its reports."""
+def interrupted(search: Search, at: int, again: bool = False) -> tuple[BestPlan | None, list[str]]:
+    """What a search gives that is interrupted as it reports progress for the (at + 1)th time, or again as it makes the
+    first plan, and its reports."""
     told: list[str] = []
 
     def tell(text: str) -> None:
         told.append(text)
-        if len(told) == at + 1:
+        if len(told) == at + 1 or (again and FIRST_WORDS in told):
             raise KeyboardInterrupt
 
     try:
@@ -70,7 +72,7 @@ def one_stage(job: Job) -> Search:
 def test_an_interrupt_at_any_report_gives_the_best_plan_so_far(search: Search) -> None:
     whole, told = interrupted(search, -1)
     assert whole is not None and not whole.is_interrupted and NOTE not in whole.plan.notes
-    given = [interrupted(search, at) for at in range(len(told))]
+    given = [interrupted(search, at, again=True) for at in range(len(told))]
     found = [best for best, _ in given if best is not None]
     assert given[0][0] is None and found
     for best, lines in given:
@@ -81,6 +83,24 @@ def test_an_interrupt_at_any_report_gives_the_best_plan_so_far(search: Search) -
             assert best.step_s >= whole.step_s * (1 - 1e-9)
     first = next(at for at, (best, _) in enumerate(given) if best is not None)
     assert all(best is not None for best, _ in given[first:]), "what is found is not lost later"
+
+
+@pytest.mark.parametrize("pins", [FREE, msgspec.structs.replace(FREE, pp=2), Constraints(pp=1)])
+def test_an_interrupt_before_a_plan_gives_the_first_that_fits(pins: Constraints) -> None:
+    best, told = interrupted(planned(four(), pins), 0)
+    assert best is not None and best.is_interrupted and best.plan.notes.count(NOTE) == 1
+    assert told[1] == FIRST_WORDS and len(told) > 2
+    first = search_room(four(), pins, 0.0)
+    assert best.step_s == pytest.approx(first.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("fault", [SolverLimitError("nothing"), KeyboardInterrupt()])
+def test_an_interrupt_where_nothing_is_found_stays_one(fault: BaseException) -> None:
+    def first() -> BestPlan:
+        raise fault
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_plan(KeyboardInterrupt(), first, lambda _: None)
 
 
 def interrupt(*_: object, **__: object) -> Any:

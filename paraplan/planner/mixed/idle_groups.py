@@ -45,6 +45,8 @@ ALL_SHARE, MIXED_SHARE = 0.4, 0.5
 """Of the time left, for the search on all groups alike where pipelines follow that differ, and for such pipelines."""
 ONE_MESH_SHARE = 0.1
 """Of the time limit, for every set's devices as one mesh, together."""
+IDLE = " idle: this plan is for "
+"""Between the groups that a plan leaves out and its cluster, in its note."""
 DOUBTFUL = 0.6
 """Of the best step known, what products take at their peak rates from which on a set of groups comes last: hardly
 anything runs at more of its peak."""
@@ -237,7 +239,7 @@ def _told(
     words += [f"{of(each)}: not searched, as {why}" for each, why in left.items()]
     notes = [f"groups of nodes searched, each set as a cluster of its own: {'; '.join(words)}"]
     if idle:
-        notes.insert(0, f"{said(cluster, idle)} idle: this plan is for {plan.cluster.name}, to be started there alone")
+        notes.insert(0, f"{said(cluster, idle)}{IDLE}{plan.cluster.name}, to be started there alone")
     others = [planned(f"on {of(each)}", made.plan) for each, made in found.items() if each != best]
     none = [in_vain(f"on {of(each)}", fault) for each, fault in faults.items() if each not in found]
     own = plan.tried or (planned(plan_words(plan), plan),)

@@ -26,6 +26,8 @@ TIMES = 1024
 """As much memory as devices have, for a plan to be made whatever it needs."""
 TRIED, TIME_S = 4, 2.5
 """Plans made, and the seconds each may take to solve."""
+ROUNDS = 8
+"""Limits of allocators tried, one after another."""
 
 
 def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[..., BestPlan]) -> str:
@@ -44,7 +46,7 @@ def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[...
             break
         with suppress(NoPlanError, ConstraintError):
             plan = find(roomy, pins, TIME_S, certify=False).plan
-            found.append(with_reserved(plan, programs_of(plan), budget) if constraints.reserve_bytes != 0 else plan)
+            found.append(_reserved_within(plan, budget) if constraints.reserve_bytes != 0 else plan)
     if not found:
         return ""
     least = min(found, key=needed_bytes)
@@ -58,6 +60,19 @@ def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[...
         f"{say_size(budget)} of a device that are a plan's; use more devices, a smaller batch or shorter sequences, an "
         f"optimizer of fewer states{away}. Of those tried before: "
     )
+
+
+def _reserved_within(plan: Plan, budget: int) -> Plan:
+    """The plan as allocators hold it within what is reserved for it then, of the budget or more: what they give back as
+    they come to a limit hangs on that."""
+    programs = programs_of(plan)
+    made = with_reserved(plan, programs, budget)
+    for _ in range(ROUNDS):
+        needed = needed_bytes(made)
+        if needed <= budget:
+            break
+        made, budget = with_reserved(plan, programs, needed), needed
+    return made
 
 
 def _with_memory(cluster: ClusterSpec) -> ClusterSpec:

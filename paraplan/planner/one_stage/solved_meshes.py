@@ -23,6 +23,7 @@ from paraplan.planner.interrupts import found_until
 from paraplan.planner.one_stage.all_alike import all_alike, nodes_alike
 from paraplan.planner.one_stage.candidate_passes import passed
 from paraplan.planner.one_stage.failures import Failure, not_tried
+from paraplan.planner.one_stage.hidden import hiding
 from paraplan.planner.one_stage.on_mesh import MOST_LATE, plans_on_mesh, with_other_counts
 from paraplan.planner.passes.delayed_updates import delay_note
 from paraplan.planner.passes.placement_note import places_note
@@ -75,6 +76,8 @@ class SolvedMeshes:
             else:
                 self.found += here
                 self.found += self._alike(mesh, here)
+                if not self.deadline.is_over:
+                    self.found += hiding(self.job, mesh, self.constraints, self._timed(mesh), here)
         self.failures += [not_tried(mesh, 1) for mesh in self.late]
         for mesh in () if self.found else self.meshes:
             if self._has_plan and self.deadline.is_over:

@@ -6,7 +6,7 @@ from paraplan.ir.errors import ConstraintError
 from paraplan.ir.execution.schedule import Schedule
 from paraplan.ir.machine.mesh import Shard
 from paraplan.ir.model.program import Program
-from paraplan.ir.option_words import OptionValue
+from paraplan.ir.option_words import OptionName, OptionValue
 from paraplan.lowering.steps.whole_batch import takes_turns
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.schedules.named import NAMED, named_orders
@@ -95,7 +95,8 @@ def count_stages(constraints: Constraints, positions: int, name: str, segments: 
     if count > segments:
         raise ConstraintError(
             "{} stages ({}, {}) are more than the model's {} segments; use fewer",
-            *(count, OptionValue("schedule", name), OptionValue("pp", positions), segments),
+            *(count, OptionName("stages") if constraints.stages else OptionValue("schedule", name)),
+            *(OptionValue("pp", positions), segments),
         )
     for index, (first, stop) in enumerate(constraints.stages or ()):
         before = constraints.stages[index - 1][1] if index and constraints.stages else 0
