@@ -21,14 +21,13 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import SolveLimits
 from paraplan.planner.evaluate_plan import realise
-from paraplan.planner.recompute.split import work_s
 from paraplan.planner.sharding.formulate import network_of
 from paraplan.planner.sharding.network.cost_network import Floats, Network
 from paraplan.planner.sharding.network.optimise import optimise
 from paraplan.planner.sharding.solve import Candidate, decisions_of, problem_of
 
 ROUNDS, LEAST = 3, 0.05
-"""How often the share is learned; the least that it is taken to be."""
+"""Plans looked for at most, one after another; the least that the share is taken to be."""
 HIDDEN = 0.01
 """Of a step, what of its transfers is hidden at least for their price to matter."""
 NEAR = 1.05
@@ -45,34 +44,33 @@ def hiding(
         here: plans found for them; where memory binds or things leave the device, nothing more is looked for.
     """
     began, best = time.perf_counter(), min(here, key=lambda each: each.simulation.step_s, default=None)
-    if best is None or best.memory_binds or constraints.tiers or not _hides(best.simulation):
+    if best is None or not best.choices or best.memory_binds or constraints.tiers or not _hides(best.simulation):
         return []
     if best.simulation.step_s > NEAR * min(limits.known_s, limits.found_s):
         return []
-    count, known_s, share, found = best.plan.num_microbatches, best.simulation.step_s, 1.0, list[Candidate]()
-    space = problem_of(job, mesh, count, constraints)
+    count, found = best.plan.num_microbatches, list[Candidate]()
+    placed = constraints.placed(constraints.placing.rungs(())[0])
+    space = problem_of(job, mesh, count, placed)
     network = network_of(space, limits.memory_bytes)
     is_transfer = np.array([stream != COMPUTE for stream in space.prices.streams])
-    for tries in range(1 + ROUNDS):
-        left_s = limits.left_s(time.perf_counter() - began)
+    while len(found) < ROUNDS:
+        last = found[-1] if found else best
+        priced_s = float(network.work(last.choices)[is_transfer].sum())
+        share = max(last.simulation.exposed_comm_s / priced_s, LEAST) if priced_s > 0 else 1.0
+        left_s = limits.time_s - (time.perf_counter() - began)
+        if share >= 1 or left_s <= 0:
+            break
         weighed = _weighed(network, np.where(is_transfer, share, 1.0))
         solved = optimise(weighed, left_s, limits.relative_gap, limits.backend)
-        if solved.choices is None:
+        if solved.choices is None or solved.choices == last.choices:
             break
-        choices = solved.choices[: len(space.deciders)]
-        made = realise(
-            job, decisions_of(job, space, mesh, count, choices, bool(constraints.params)), limits.memory_bytes
-        )
+        decided = decisions_of(job, space, mesh, count, solved.choices[: len(space.deciders)], bool(placed.params))
+        made = realise(job, decided, limits.memory_bytes)
         fits, simulation = made.peak_bytes <= limits.memory_bytes and not made.over_bytes, made.simulation
-        if fits and simulation.step_s < known_s:
-            found.append(Candidate(made.plan, simulation, work_s(simulation), best.bound_s, "feasible", 0.0))
-        elif tries:
+        if not fits or simulation.step_s >= last.simulation.step_s:
             break
-        known_s = min(known_s, simulation.step_s if fits else known_s)
-        priced_s = float(network.work(solved.choices)[is_transfer].sum())
-        share = max(simulation.exposed_comm_s / priced_s, LEAST) if priced_s > 0 else 1.0
-        if share >= 1 or time.perf_counter() - began > limits.time_s:
-            break
+        work_s = float(network.work(solved.choices).sum())
+        found.append(Candidate(made.plan, simulation, work_s, best.bound_s, "feasible", 0.0, choices=solved.choices))
     return found
 
 

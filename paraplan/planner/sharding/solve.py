@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from paraplan.cost_models.costs import Costs
@@ -16,6 +17,7 @@ from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh, layout_text
 from paraplan.ir.machine.tiers import TIERS
 from paraplan.ir.plan import Plan
+from paraplan.ir.process.memo import SESSION, Lately, Same
 from paraplan.ir.sizes import say_size
 from paraplan.planner.assemble import Decisions, Job
 from paraplan.planner.constraints import Constraints
@@ -45,6 +47,9 @@ from paraplan.planner.solvers.milp import Status
 ROUNDS = 12
 """Plans tried before giving up on memory between the loss and the update."""
 
+_SPACES: Lately[Space] = SESSION.lately("sharding.spaces", 2)
+"""The last two."""
+
 SCOPE = "one sharding per segment kind, this mesh and microbatch count, captured op order"
 
 
@@ -59,6 +64,7 @@ class Candidate:
         status: "optimal" or "feasible".
         solve_s: seconds the solver took.
         memory_binds: whether more memory might have given a faster plan.
+        choices: those of the network without memory that the plan was made of; () where it was made otherwise.
     """
 
     plan: Plan
@@ -68,6 +74,7 @@ class Candidate:
     status: str
     solve_s: float
     memory_binds: bool = False
+    choices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Skipped:
 def problem_of(
     job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, divides_samples: bool = False
 ) -> Space:
-    """The option space of a mesh under constraints.
+    """The option space of a mesh under constraints, built once for those who ask for it one after another.
 
     Args:
         job: what is planned.
@@ -97,6 +104,11 @@ def problem_of(
     Raises:
         InfeasibleError: what is pinned to a tier does not fit there.
     """
+    key = Same(job), msgspec.json.encode((mesh, num_microbatches, constraints, divides_samples))
+    return _SPACES.get(key, lambda: _problem_of(job, mesh, num_microbatches, constraints, divides_samples))
+
+
+def _problem_of(job: Job, mesh: Mesh, num_microbatches: int, constraints: Constraints, divides_samples: bool) -> Space:
     costs = Costs(job.cluster, mesh, job.profile, job.optimizer.timed_as)
     prices = MeshPrices(costs, (job.program.shares(num_microbatches), *mesh.shape), constraints.every_place)
     pins = make_pins(job.program, constraints, mesh.axes, mesh.shape, num_microbatches, divides_samples)
@@ -173,7 +185,8 @@ def solve_mesh(
         left_s = limits.left_s(time.perf_counter() - began)
         loose = optimise(problem.network, left_s, limits.relative_gap, limits.backend)
         binds = loose.objective < found.objective * (1 - limits.relative_gap)
-    return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds)
+    objective_s = float(work.sum())
+    return Candidate(made.plan, made.simulation, objective_s, bound_s, status, solve_s, binds, found.choices)
 
 
 def _none_fits(space: Space, problem: Formulation, limits: SolveLimits, taken_s: float) -> bool:
