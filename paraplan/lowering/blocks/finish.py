@@ -1,7 +1,9 @@
 """Ordering a block: collectives and copies as early as their input exists, waits as late as their result is needed.
 
-Compute keeps its order. Every value is then freed at its last use. A block may be split before its first wait, so that
-other work comes between.
+Compute keeps its order. What is laid out for a gradient to be reduced is laid out as it is made, and where that is
+reduced over two axes, one after the other, what comes between follows the next product: the first collective has that
+long, and compute need not stand still for it. Every value is then freed at
+its last use. A block may be split before its first wait, so that other work comes between.
 """
 
 from __future__ import annotations
@@ -12,6 +14,14 @@ import msgspec
 
 from paraplan.ir.execution.rank_program import Block, BlockRole, Instr, InstrKind, LocalValue
 from paraplan.ir.model.graph import refs
+
+_PRODUCTS = frozenset(
+    f"paraplan.{name}"
+    for name in ("linear", "linear_grad_input", "linear_grad_weight", "attention", "attention_grad", "experts_grad")
+) | {"paraplan.conv_grad_input", "paraplan.conv_grad_weight", "aten.bmm.default", "aten.mm.default"}
+"""What takes long enough for a collective to go on beside it."""
+_NONE: set[int] = set()
+_MOVES = frozenset({InstrKind.COLLECTIVE, InstrKind.WAIT})
 
 
 def finish_block(
@@ -105,14 +115,53 @@ def _reads(instr: Instr) -> list[str]:
 def _overlap(
     inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
 ) -> list[Instr]:
-    order = _EarlyIssues(inputs, instrs)
+    first, between = _unread_moves(instrs)
+    order = _EarlyIssues(inputs, instrs, first, between)
     for index, instr in enumerate(instrs):
+        if index in between:
+            continue
         if instr.kind is InstrKind.OP and index not in order.eager:
+            due = order.postponed if instr.target in _PRODUCTS else ()
             order.emit(instr)
-        elif index in order.lacks:
+            order.go_on(due)
+        elif index in order.lacks and not order.is_postponed(_reads(instr)):
             order.wait_for(_reads(instr))
+    while order.postponed:
+        order.go_on(order.postponed)
     order.wait_for(out for out in (*outputs, *saved) if out is not None)
     return order.ordered
+
+
+def _unread_moves(instrs: list[Instr]) -> tuple[set[int], set[int]]:
+    """Of moves whose results no op reads here, as gradients': the places of ops that lay out what the first collective
+    sends, and of what follows a collective's wait for the next one to be issued, that itself included."""
+    readers: dict[str, list[int]] = {}
+    for index, instr in enumerate(instrs):
+        for name in _reads(instr):
+            readers.setdefault(name, []).append(index)
+    moved = {instr.outs[0] for instr in instrs if instr.kind is InstrKind.WAIT and instr.axis >= 0}
+
+    def after(index: int) -> list[int]:
+        return [each for out in instrs[index].outs if out is not None for each in readers.get(out, ())]
+
+    first, between, read = (
+        set[int](),
+        set[int](),
+        set[int](),
+    )  # read: what is, or leads to, an op that changes no layout
+    for index in range(len(instrs) - 1, -1, -1):
+        instr, read_by = instrs[index], after(index)
+        is_op = instr.kind is InstrKind.OP
+        if (is_op and not instr.layout_change) or not read.isdisjoint(read_by):
+            read.add(index)
+            continue
+        lays_out = is_op and bool(read_by) and all(instrs[each].kind in _MOVES for each in read_by)
+        if lays_out or (instr.kind is InstrKind.COLLECTIVE and instr.axis >= 0):
+            if moved.intersection(_reads(instr)):
+                between.add(index)
+            elif lays_out:
+                first.add(index)
+    return first, between
 
 
 class _EarlyIssues:
@@ -120,23 +169,33 @@ class _EarlyIssues:
 
     Attributes:
         ordered: the instructions so far.
-        eager: the places, as written, of those issued early: collectives, copies, and pieces cut for them.
+        eager: the places, as written, of those issued early: collectives, copies, and what is cut or laid out for them.
         lacks: place -> what it waits for, of those of `eager` that are still to come.
+        postponed: what follows collectives that were issued, to come after the next product.
     """
 
-    def __init__(self, inputs: tuple[str, ...], instrs: list[Instr]) -> None:
+    def __init__(
+        self, inputs: tuple[str, ...], instrs: list[Instr], first: set[int] = _NONE, between: set[int] = _NONE
+    ) -> None:
         self._instrs = instrs
         self._made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
         sent = {source for instr in instrs if instr.kind is InstrKind.COLLECTIVE for source in _reads(instr)}
         # Pieces of what is there are cut at once: their collectives are written before those of the whole.
-        self.eager = {index for index, instr in enumerate(instrs) if instr.issues or _is_piece(instr, sent)}
+        self.eager = first | {index for index, instr in enumerate(instrs) if instr.issues or _is_piece(instr, sent)}
         self.lacks = {index: set(_reads(instrs[index])) for index in sorted(self.eager)}
         self._readers: dict[str, list[int]] = {}
         for index, sources in self.lacks.items():
             for source in sources:
                 self._readers.setdefault(source, []).append(index)
         self._ready = set(inputs)
+        self.postponed: tuple[Instr, ...] = ()
+        self._follows: dict[str, list[Instr]] = {}
+        for instr in (instrs[index] for index in sorted(between)):
+            for name in _reads(instr):
+                if name in self._made_by_wait:
+                    self._follows.setdefault(_reads(self._made_by_wait[name])[0], []).append(instr)
         self.ordered: list[Instr] = []
+        self._postpone_after(inputs)
         self._issue(inputs)
 
     def emit(self, instr: Instr) -> None:
@@ -144,16 +203,38 @@ class _EarlyIssues:
         self.wait_for(_reads(instr))
         self._issue(self._append(instr))
 
+    def go_on(self, due: Iterable[Instr]) -> None:
+        """What was postponed, of some."""
+        for instr in due:
+            left = tuple(each for each in self.postponed if each is not instr)
+            if len(left) < len(self.postponed):
+                self.postponed = left
+                if instr.issues:  # which it is as soon as what it sends is there
+                    self.wait_for(_reads(instr))
+                else:
+                    self.emit(instr)
+
+    def is_postponed(self, names: Iterable[str]) -> bool:
+        """Whether one of these is made by what was postponed."""
+        return not {out for instr in self.postponed for out in instr.outs}.isdisjoint(names)
+
     def wait_for(self, names: Iterable[str]) -> None:
-        """The waits of names that are not there yet."""
+        """The waits of names that are not there yet, and what was postponed for those."""
         for name in names:
-            if name not in self._ready:
+            if name not in self._ready and name in self._made_by_wait:
                 self.emit(self._made_by_wait[name])
+            while name not in self._ready and self.postponed:
+                self.go_on(self.postponed)
+
+    def _postpone_after(self, made: Iterable[str]) -> None:
+        """What follows collectives that were issued, which these are of."""
+        self.postponed += tuple(each for name in made for each in self._follows.pop(name, ()))
 
     def _append(self, instr: Instr) -> list[str]:
         self.ordered.append(instr)
         made = [out for out in instr.outs if out is not None]
         self._ready.update(made)
+        self._postpone_after(made)
         return made
 
     def _issue(self, made: Iterable[str]) -> None:
