@@ -20,6 +20,8 @@ _PRODUCTS = frozenset(
     for name in ("linear", "linear_grad_input", "linear_grad_weight", "attention", "attention_grad", "experts_grad")
 ) | {"paraplan.conv_grad_input", "paraplan.conv_grad_weight", "aten.bmm.default", "aten.mm.default"}
 """What takes long enough for a collective to go on beside it."""
+MOST_EARLY = 32 << 20
+"""Bytes of a gradient that is laid out as it is made: what is larger finds less beside it later."""
 _NONE: set[int] = set()
 _MOVES = frozenset({InstrKind.COLLECTIVE, InstrKind.WAIT})
 
@@ -43,7 +45,8 @@ def finish_block(
         instrs: in the order they were written.
         role, kind: what the block is (`Block`).
     """
-    ordered = _overlap(inputs, outputs, saved, instrs)
+    small = {each for each, value in values.items() if value.nbytes <= MOST_EARLY}
+    ordered = _overlap(inputs, outputs, saved, instrs, small)
     kept = {out for out in outputs if out is not None} | set(saved)
     return Block(
         name=name,
@@ -113,9 +116,14 @@ def _reads(instr: Instr) -> list[str]:
 
 
 def _overlap(
-    inputs: tuple[str, ...], outputs: tuple[str | None, ...], saved: tuple[str, ...], instrs: list[Instr]
+    inputs: tuple[str, ...],
+    outputs: tuple[str | None, ...],
+    saved: tuple[str, ...],
+    instrs: list[Instr],
+    small: set[str],
 ) -> list[Instr]:
     first, between = _unread_moves(instrs)
+    first = {index for index in first if instrs[index].outs[0] in small}
     order = _EarlyIssues(inputs, instrs, first, between)
     for index, instr in enumerate(instrs):
         if index in between:
