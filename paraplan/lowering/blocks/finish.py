@@ -22,7 +22,6 @@ _PRODUCTS = frozenset(
 """What takes long enough for a collective to go on beside it."""
 MOST_EARLY = 32 << 20
 """Bytes of a gradient that is laid out as it is made: what is larger finds less beside it later."""
-_NONE: set[int] = set()
 _MOVES = frozenset({InstrKind.COLLECTIVE, InstrKind.WAIT})
 
 
@@ -182,9 +181,7 @@ class _EarlyIssues:
         postponed: what follows collectives that were issued, to come after the next product.
     """
 
-    def __init__(
-        self, inputs: tuple[str, ...], instrs: list[Instr], first: set[int] = _NONE, between: set[int] = _NONE
-    ) -> None:
+    def __init__(self, inputs: tuple[str, ...], instrs: list[Instr], first: set[int], between: set[int]) -> None:
         self._instrs = instrs
         self._made_by_wait = {instr.outs[0]: instr for instr in instrs if instr.kind is InstrKind.WAIT}
         sent = {source for instr in instrs if instr.kind is InstrKind.COLLECTIVE for source in _reads(instr)}

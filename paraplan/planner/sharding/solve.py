@@ -185,8 +185,7 @@ def solve_mesh(
         left_s = limits.left_s(time.perf_counter() - began)
         loose = optimise(problem.network, left_s, limits.relative_gap, limits.backend)
         binds = loose.objective < found.objective * (1 - limits.relative_gap)
-    objective_s = float(work.sum())
-    return Candidate(made.plan, made.simulation, objective_s, bound_s, status, solve_s, binds, found.choices)
+    return Candidate(made.plan, made.simulation, float(work.sum()), bound_s, status, solve_s, binds, found.choices)
 
 
 def _none_fits(space: Space, problem: Formulation, limits: SolveLimits, taken_s: float) -> bool:
