@@ -222,8 +222,8 @@ def _reserved(draft: Draft, room: int) -> int:
 
 
 def test_an_interrupt_while_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another plan of the first search is given, if allocators have room for it; else the first that fits is looked for,
-    until another interrupt."""
+    """Another plan of the first search is given, if allocators have room for it; else the first that fits is looked
+    for, until another interrupt."""
     first, other = (
         search_room(job(2 * roomy_peak()), Constraints(dp=2, recompute="none", microbatches=count)).plan
         for count in (1, 2)
