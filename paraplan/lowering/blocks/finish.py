@@ -194,11 +194,13 @@ class _EarlyIssues:
                 self._readers.setdefault(source, []).append(index)
         self._ready = set(inputs)
         self.postponed: tuple[Instr, ...] = ()
-        self._follows: dict[str, list[Instr]] = {}
-        for instr in (instrs[index] for index in sorted(between)):
-            for name in _reads(instr):
-                if name in self._made_by_wait:
-                    self._follows.setdefault(_reads(self._made_by_wait[name])[0], []).append(instr)
+        self._follows: dict[str, list[int]] = {}
+        self._unissued: dict[int, set[str]] = {}
+        for index in sorted(between):
+            waits = [self._made_by_wait[name] for name in _reads(instrs[index]) if name in self._made_by_wait]
+            self._unissued[index] = {_reads(wait)[0] for wait in waits}
+            for issued in self._unissued[index]:
+                self._follows.setdefault(issued, []).append(index)
         self.ordered: list[Instr] = []
         self._postpone_after(inputs)
         self._issue(inputs)
@@ -206,7 +208,8 @@ class _EarlyIssues:
     def emit(self, instr: Instr) -> None:
         """An instruction behind the waits for what it reads, and before what it is the last to make ready."""
         self.wait_for(_reads(instr))
-        self._issue(self._append(instr))
+        if not instr.outs or instr.outs[0] not in self._ready:  # what was postponed may have waited for it
+            self._issue(self._append(instr))
 
     def go_on(self, due: Iterable[Instr]) -> None:
         """What was postponed, of some."""
@@ -232,8 +235,11 @@ class _EarlyIssues:
                 self.go_on(self.postponed)
 
     def _postpone_after(self, made: Iterable[str]) -> None:
-        """What follows collectives that were issued, which these are of."""
-        self.postponed += tuple(each for name in made for each in self._follows.pop(name, ()))
+        """What follows collectives that were all issued, which these are of."""
+        for name in made:
+            for index in self._follows.pop(name, ()):
+                self._unissued[index].discard(name)
+                self.postponed += () if self._unissued[index] else (self._instrs[index],)
 
     def _append(self, instr: Instr) -> list[str]:
         self.ordered.append(instr)

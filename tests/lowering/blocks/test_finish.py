@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from random import Random
 
 import pytest
 
@@ -49,9 +50,8 @@ class Written:
         block = finish_block("b", ("x",), outputs, (), values, self.instrs, BlockRole.BACKWARD)
         made = {"x"}
         for instr in block.instrs:
-            assert made.issuperset(refs(instr.args)), instr
+            assert made.issuperset(refs(instr.args)) and made.isdisjoint(instr.outs), instr
             made.update(out for out in instr.outs if out)
-        assert sorted(map(str, block.instrs), key=len) and len(block.instrs) == len(self.instrs)
         return [str(instr.outs[0]) for instr in block.instrs]
 
 
@@ -120,3 +120,31 @@ def test_a_move_over_three_axes_goes_on_product_by_product() -> None:
     order = written.ordered(reduced, *products)
     waits = [order.index(f"{grad}~2"), order.index(f"{grad}~2~1"), order.index(reduced)]
     assert order.index(products[0]) < waits[0] < order.index(products[1]) < waits[1] < waits[2]
+
+
+@pytest.mark.parametrize("seed", range(600))
+def test_whatever_is_moved_is_made_once_and_after_what_it_reads(seed: int) -> None:
+    """Moves over up to three axes, laid out between or not, joined, read, given out half-way or not at all; ops that
+    change no layout keep their order."""
+    drawn, written = Random(seed), Written()
+    values, moved = ["x"], list[str]()
+    for _ in range(drawn.randint(3, 14)):
+        what = drawn.random()
+        if what < 0.4:
+            values.append(written.op(drawn.choice([PRODUCT, SUM]), *drawn.sample(values, min(2, len(values)))))
+        elif what < 0.8:
+            last = drawn.choice(values)
+            for axis in drawn.sample(range(3), drawn.randint(1, 3)):
+                last = written.op(LAYS_OUT, last, layout_change=True) if drawn.random() < 0.5 else last
+                if f"{last}~{axis}" not in {out for instr in written.instrs for out in instr.outs}:
+                    last = written.moved(last, axis)
+                moved += [last] if drawn.random() < 0.3 else []
+            moved.append(last)
+        elif moved:
+            joined = written.op(LAYS_OUT, *drawn.sample(moved, min(2, len(moved))), layout_change=True)
+            (values if drawn.random() < 0.5 else moved).append(joined)
+    given = [each for each in dict.fromkeys((*values, *moved)) if each != "x"]
+    outputs = drawn.sample(given, drawn.randint(0, len(given)))
+    order = written.ordered(*outputs)
+    ops = [str(i.outs[0]) for i in written.instrs if i.kind is InstrKind.OP and not i.layout_change]
+    assert [each for each in order if each in ops] == ops and set(outputs) <= set(order)
