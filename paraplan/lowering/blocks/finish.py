@@ -2,8 +2,8 @@
 
 Compute keeps its order. What is laid out for a gradient to be reduced is laid out as it is made, and where that is
 reduced over two axes, one after the other, what comes between follows the next product: the first collective has that
-long, and compute need not stand still for it. Every value is then freed at
-its last use. A block may be split before its first wait, so that other work comes between.
+long, and compute need not stand still for it. Every value is then freed at its last use. A block may be split before
+its first wait, so that other work comes between.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from paraplan.ir.model.graph import refs
 
 _PRODUCTS = frozenset(
     f"paraplan.{name}"
-    for name in ("linear", "linear_grad_input", "linear_grad_weight", "attention", "attention_grad", "experts_grad")
-) | {"paraplan.conv_grad_input", "paraplan.conv_grad_weight", "aten.bmm.default", "aten.mm.default"}
+    for name in (
+        *("linear", "linear_grad_input", "linear_grad_weight", "float8_linear_grad_input", "float8_linear_grad_weight"),
+        *("attention", "attention_grad", "experts_grad", "conv_grad_input", "conv_grad_weight"),
+    )
+) | {"aten.bmm.default", "aten.mm.default"}
 """What takes long enough for a collective to go on beside it."""
 MOST_EARLY = 32 << 20
 """Bytes of a gradient that is laid out as it is made: what is larger finds less beside it later."""
@@ -151,11 +154,8 @@ def _unread_moves(instrs: list[Instr]) -> tuple[set[int], set[int]]:
     def after(index: int) -> list[int]:
         return [each for out in instrs[index].outs if out is not None for each in readers.get(out, ())]
 
-    first, between, read = (
-        set[int](),
-        set[int](),
-        set[int](),
-    )  # read: what is, or leads to, an op that changes no layout
+    first, between = set[int](), set[int]()
+    read = set[int]()  # what is, or leads to, an op that changes no layout
     for index in range(len(instrs) - 1, -1, -1):
         instr, read_by = instrs[index], after(index)
         is_op = instr.kind is InstrKind.OP
