@@ -95,7 +95,7 @@ CASES: dict[str, Callable[[], Row]] = {
     "405B, 16,384 H100": partial(planned, llama(*B405, 2048), "8xH100:2048", 60.0),
     "405B, 8,192 H100": partial(planned, llama(*B405, 2048), "8xH100:1024", 60.0),
     "DeepSeek-V3, 2,048 H100": partial(
-        planned, ["hf:deepseek_v3", "--batch", "16384", "--seq", "4096"], "8xH100:256", 90.0
+        planned, ["hf:deepseek_v3", "--batch", "16384", "--seq", "4096", "--time-limit", "90"], "8xH100:256", 90.0
     ),
     **{f"layers {n}": partial(planned, llama(n, *B8[1:], 64), "8xH100:8") for n in (16, 32, 64, 128)},
     **{f"devices {8 * n}": partial(planned, llama(*B8, 8 * n), f"8xH100:{n}") for n in (4, 16, 64, 256)},

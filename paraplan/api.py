@@ -25,7 +25,6 @@ from paraplan.ir.execution.rank_program import RankProgram
 from paraplan.ir.machine.cluster import ClusterSpec, check_cluster
 from paraplan.ir.model.program import Program
 from paraplan.ir.optimizer import OPTIMIZERS
-from paraplan.ir.option_words import OptionName, OptionValue
 from paraplan.ir.options import check_keywords, from_keywords, takes_options, with_keywords
 from paraplan.ir.process.lazy import lazy
 from paraplan.ir.profile import Profile
@@ -34,7 +33,7 @@ from paraplan.jobs.run_options import ExecutionKeywords, ExecutionOptions
 from paraplan.jobs.versions import library_versions
 from paraplan.lowering import lower
 from paraplan.lowering.verification.verify_plan import check_plan
-from paraplan.plan_options import CompileOptions, JobOptions, check_batch
+from paraplan.plan_options import CompileOptions, JobOptions, batches_apart, check_batch
 from paraplan.planner.constraints import Constraints
 from paraplan.report.explain import Explanation, explain, summary
 from paraplan.report.html import html_fragment
@@ -304,13 +303,29 @@ def compile(
         InfeasibleError, SolverLimitError, ProfileError: proved that no plan fits; out of time; no times that fit.
         TypeError: there is no such option.
     """
-    started, spec = time.perf_counter(), as_cluster(cluster)
+    return compile_since(time.perf_counter(), model, cluster, constraints, options)
+
+
+def compile_since(
+    started: float,
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    constraints: Constraints | None,
+    options: Mapping[str, Any],
+) -> Plan:
+    """As `compile`, of which a part is done already.
+
+    Args:
+        started: since when the time limit runs, on the clock of `time.perf_counter`.
+        model, cluster, constraints, options: as for `compile`.
+    """
     check_keywords("compile", options, JobOptions, Constraints)
     pins = from_keywords(Constraints, with_keywords(Constraints, constraints, options))
     asked = from_keywords(JobOptions, options)
     _part("check_planner")(asked.strategy)
-    job, reads, warning = captured_job(model, spec, asked, pins)
-    found = _part("plan_by")(asked.strategy, job, pins, asked.time_limit_s, asked.progress or (lambda text: None))
+    job, reads, warning = captured_job(model, as_cluster(cluster), asked, pins)
+    tell, passed_s = asked.progress or (lambda text: None), time.perf_counter() - started
+    found = _part("plan_by")(asked.strategy, job, pins, asked.time_limit_s, tell, passed_s=passed_s)
     notes = (*found.plan.notes, *filter(None, (warning,)))
     data = msgspec.structs.replace(found.plan, notes=notes, pins=pins.as_data)
     check_plan(data)
@@ -332,7 +347,7 @@ def captured_job(model: nn.Module, spec: ClusterSpec, asked: JobOptions, pins: C
     times, warning = _profiled(asked, spec)
     if asked.progress is not None:
         asked.progress(f"capturing {type(model).__name__}")
-    program, reads, reference = _captured(model, asked, _apart(asked.per_microbatch, pins.microbatches))
+    program, reads, reference = _captured(model, asked, batches_apart(asked, pins.microbatches))
     optimizer = msgspec.structs.replace(OPTIMIZERS[asked.optimizer], accumulates=asked.accumulate)
     job = _part("Job")(program, spec, optimizer, reference, versions(), profile=times)
     return job, reads, warning
@@ -342,18 +357,6 @@ def _profiled(asked: JobOptions, spec: ClusterSpec) -> tuple[Profile | None, str
     if asked.profile is None:
         return None, ""
     return profile_for(asked.profile, spec, versions()["torch"], asked.profile_any)
-
-
-def _apart(per_microbatch: bool, microbatches: int | None) -> int:
-    if not per_microbatch:
-        return 1
-    if microbatches is None:
-        raise ConstraintError(
-            "{} makes the number of microbatches part of what is computed, so it is yours to say: give {} or another "
-            "divisor of the batch",
-            *(OptionName("per_microbatch"), OptionValue("microbatches", 4)),
-        )
-    return microbatches
 
 
 def _captured(model: nn.Module, asked: JobOptions, apart: int) -> tuple[Program, Reads, ir_plan.ModelRef]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ app.add_typer(cluster_commands.app, name="cluster")
 profile_commands.add_to(app)
 _PARTS = {
     "Plan": "paraplan.api",
-    "compile": "paraplan.api",
+    "compile_since": "paraplan.api",
     "explain": "paraplan.explaining",
     "show_diagnosis": "paraplan.terminal.diagnosis",
     "diagnosis_json": "paraplan.terminal.diagnosis",
@@ -106,12 +107,14 @@ def plan(
     **options: Any,
 ) -> None:
     """Plan a model for a cluster."""
+    started = time.perf_counter()
     gc.set_threshold(*RARELY)  # the imports of torch and transformers too
     if output is not None:
         check_writable(output, "plan file", InvalidPlanError)
     with Progress() as tell:
         made = _loaded(model, settings, options, tell)
-        found = _part("compile")(made.model, cluster, progress=tell, **_captured_on(made), **options)
+        given = {"progress": tell, **_captured_on(made), **options}
+        found = _part("compile_since")(started, made.model, cluster, None, given)
         if output is not None:
             found.save(output)
     _part("show_summary")(out(), found, output)

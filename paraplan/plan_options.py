@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypedDict
 from paraplan.ir.errors import ConstraintError
 from paraplan.ir.machine.cluster import ClusterSpec
 from paraplan.ir.optimizer import OPTIMIZERS
-from paraplan.ir.option_words import OptionValue
+from paraplan.ir.option_words import OptionName, OptionValue
 from paraplan.ir.options import Option, Options, at_least, documented, one_of
 from paraplan.planner.constraints import MODEL
 from paraplan.planner.options.keywords import ConstraintKeywords
@@ -179,9 +179,9 @@ class JobOptions(CaptureOptions, frozen=True, kw_only=True):
     time_limit_s: Annotated[
         float,
         Option(
-            "For planning, loading and capture apart.",
-            "seconds for planning, capture apart; a note says if they ran out. Where nothing fits by then, up to twice "
-            "as many. 0: the first plan that fits.",
+            "For all of it: loading, capture and planning.",
+            "seconds for all of it, capture included; a note says if they ran out. Where nothing fits by then, "
+            "planning takes up to twice as many. 0: the first plan that fits.",
             PLANNING,
             flag="time-limit",
             metavar="SECONDS",
@@ -232,6 +232,23 @@ def check_batch(asked: JobOptions) -> None:
             raise ConstraintError(
                 "{} beside example_inputs, which say the batch: leave it out", OptionValue(word, value)
             )
+
+
+def batches_apart(asked: JobOptions, microbatches: int | None) -> int:
+    """How many batches a step's batch is.
+
+    Raises:
+        ConstraintError: every microbatch is one, and nothing says how many there are.
+    """
+    if not asked.per_microbatch:
+        return 1
+    if microbatches is None:
+        raise ConstraintError(
+            "{} makes the number of microbatches part of what is computed, so it is yours to say: give {} or another "
+            "divisor of the batch",
+            *(OptionName("per_microbatch"), OptionValue("microbatches", 4)),
+        )
+    return microbatches
 
 
 class CompileOptions(ConstraintKeywords, CaptureKeywords, total=False):

@@ -80,7 +80,7 @@ def compiled(model: nn.Module, cluster: str, certify: bool = False, alike: bool 
     room = choosing.search_room
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(api, "_captured", known)
-        patched.setattr(choosing, "search_room", lambda *asked: room(*asked[:4], certify))
+        patched.setattr(choosing, "search_room", lambda *asked: room(*asked[:4], certify, *asked[5:]))
         return api.compile(model, cluster, **options)
 
 

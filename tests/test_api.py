@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import paraplan as pp
+from paraplan import api
+from paraplan.baselines.planners import choosing
 from paraplan.ir.errors import CaptureError, ConstraintError, InvalidPlanError, PlanMismatchError
 from paraplan.ir.sizes import parse_bytes
 from paraplan.jobs.checking.check import max_error, relative
+from paraplan.planner.best_plan import BestPlan
 
 
 class Net(nn.Module):
@@ -108,6 +113,25 @@ def test_choices_that_contradict_are_refused_before_capture() -> None:
     with pytest.raises(ConstraintError, match="dp=3 does not divide"):
         planned(dp=3, progress=told.append)
     assert not told
+
+
+def test_capture_takes_of_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, search, real = api._captured, choosing.search_room, time.perf_counter
+    shift, passed = [0.0], list[float]()
+
+    def slow(*given: Any) -> object:
+        shift[0] += 100.0
+        return captured(*given)
+
+    def searched(*given: Any) -> BestPlan:
+        passed.append(given[-1])
+        return search(*given)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + shift[0])
+    monkeypatch.setattr(api, "_captured", slow)
+    monkeypatch.setattr(choosing, "search_room", searched)
+    plan = planned(dp=2)
+    assert 100.0 < passed[0] < 160.0 and plan.total_s is not None and plan.total_s > 100.0
 
 
 def test_executable_refuses_what_the_plan_is_not_for() -> None:

@@ -14,6 +14,7 @@ from paraplan.ir.machine.tiers import NEAREST
 from paraplan.ir.model.program import HALVES, Program
 from paraplan.ir.option_words import OptionName, OptionValue, Phrase
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import FLOOR
 
 FIRST_PLAN_S = 1.0
 """Seconds in which a search comes to a plan, though what has to be done for one may take longer."""
@@ -30,6 +31,11 @@ def planning_time_s(seconds: float) -> float:
             "a time limit of {} s: give a number of seconds, or 0 for the first plan that fits", seconds
         )
     return seconds or FIRST_PLAN_S
+
+
+def left_of(seconds: float, passed_s: float) -> float:
+    """What is left of a time limit once a model is captured: a tenth at least, and of one above 0 what a first plan has."""
+    return max(seconds - passed_s, FLOOR * seconds, min(seconds, FIRST_PLAN_S))
 
 
 def check_time_limit(seconds: float) -> None:

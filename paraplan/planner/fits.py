@@ -40,7 +40,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.certificate import certified_as
 from paraplan.planner.constraints import Constraints, device_budget
-from paraplan.planner.contradictions import planning_time_s
+from paraplan.planner.contradictions import left_of, planning_time_s
 from paraplan.planner.deadline import FIRST, Deadline
 from paraplan.planner.interrupts import Interrupted, found_until, handing_on, interrupted_plan
 from paraplan.planner.joint.planned_again import planned_again
@@ -81,6 +81,7 @@ def search_room(
     time_limit_s: float = 60.0,
     progress: Progress = lambda text: None,
     certify: bool = True,
+    passed_s: float = 0.0,
 ) -> BestPlan:
     """The fastest plan found for which allocators have room.
 
@@ -88,6 +89,7 @@ def search_room(
         job, constraints, progress, certify: as for `search`; with `reserve_bytes` 0, what allocators reserve is
             predicted and not looked at.
         time_limit_s: for all of it.
+        passed_s: of that, before what is planned was captured.
     Raises:
         ConstraintError, InfeasibleError, KeyboardInterrupt: as by `search`.
         SolverLimitError: likewise; or plans fit by the bytes alive, and no plan was found that fits as it is reserved.
@@ -95,7 +97,7 @@ def search_room(
 
     def made(limit_s: float) -> BestPlan:
         searches = partial(allowing, partial(_search_room, asked_s=limit_s), _may_fit), _mixed_room
-        return among_groups(searches, job, constraints, limit_s, progress, certify)
+        return among_groups(searches, job, constraints, left_of(limit_s, passed_s), progress, certify)
 
     try:
         return made(time_limit_s)

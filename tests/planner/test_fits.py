@@ -299,6 +299,10 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     given.clear()
     found = search_room(job(1 << 40), Constraints(**PINS), time_limit_s=10.0)
     assert given == [7.0] and not any("ran out" in note for note in found.plan.notes)
+    for passed_s, left_s in ((4.0, 4.2), (9.5, 0.7), (60.0, 0.7)):  # a second is left in any case
+        given.clear()
+        search_room(job(1 << 40), Constraints(**PINS), 10.0, passed_s=passed_s)
+        assert given == pytest.approx([left_s])
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,6 @@ def test_an_interrupt_before_a_plan_gives_the_first_that_fits(pins: Constraints)
     best, told = interrupted(planned(four(), pins), 0)
     assert best is not None and best.is_interrupted and best.plan.notes.count(NOTE) == 1
     assert told[1] == FIRST_WORDS and len(told) > 2
-    first = search_room(four(), pins, 0.0)
-    assert best.step_s == pytest.approx(first.step_s, rel=0.05)
 
 
 @pytest.mark.parametrize("fault", [SolverLimitError("nothing"), KeyboardInterrupt()])

@@ -21,7 +21,7 @@ from paraplan.ir.plan import Plan
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan, Progress
 from paraplan.planner.constraints import Constraints
-from paraplan.planner.contradictions import planning_time_s
+from paraplan.planner.contradictions import left_of, planning_time_s
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
 from paraplan.planner.interrupts import NOTE
@@ -45,6 +45,7 @@ def plan_by(
     time_limit_s: float,
     progress: Progress = lambda text: None,
     certify: bool = True,
+    passed_s: float = 0.0,
 ) -> BestPlan:
     """What a named planner chooses.
 
@@ -55,6 +56,7 @@ def plan_by(
         time_limit_s: for all tries.
         progress: told what is being tried.
         certify: whether our own search bounds the step of every plan in scope; the others prove nothing.
+        passed_s: of the limit, before what is planned was captured.
     Raises:
         ConstraintError: there is no such planner, or what is pinned leaves none of its tries.
         InfeasibleError, SolverLimitError: none of them fits; says what the last came to.
@@ -62,8 +64,8 @@ def plan_by(
     """
     check_planner(name)
     if name == OURS:
-        return search_room(job, constraints, time_limit_s, progress, certify)
-    planner, deadline = PLANNERS[name], Deadline(planning_time_s(time_limit_s))
+        return search_room(job, constraints, time_limit_s, progress, certify, passed_s)
+    planner, deadline = PLANNERS[name], Deadline(planning_time_s(left_of(time_limit_s, passed_s)))
     task = Task(job, constraints, deadline, progress)
     tries = _tries(name, task)
     found: list[BestPlan] = []
