@@ -34,7 +34,7 @@ def planning_time_s(seconds: float) -> float:
 
 
 def left_of(seconds: float, passed_s: float) -> float:
-    """What is left of a time limit once a model is captured: a tenth at least, and of one above 0 what a first plan has."""
+    """What is left of a time limit once a model is captured: a tenth, and what a first plan has, at least."""
     return max(seconds - passed_s, FLOOR * seconds, min(seconds, FIRST_PLAN_S))
 
 
