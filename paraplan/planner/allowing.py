@@ -27,7 +27,7 @@ KEPT_SHARE, LEAST_SHARE = 0.5, 0.1
 """Of the time, for plans that keep everything on the device, and what others have at least."""
 
 
-MayFit = Callable[[Job, Constraints, float, Progress], bool]
+Room = Callable[[Job, Constraints, float, Progress], float]
 """Given seconds that it may take."""
 
 
@@ -47,7 +47,7 @@ class PlanSearch(Protocol):
 
 def allowing(
     search: PlanSearch,
-    may_fit: MayFit,
+    room: Room,
     job: Job,
     constraints: Constraints,
     time_limit_s: float,
@@ -58,7 +58,7 @@ def allowing(
 
     Args:
         search: with these arguments, and with plans that it is to be faster than.
-        may_fit: whether anything may fit under some constraints, told quickly.
+        room: whether anything may fit under some constraints, told quickly: from 0 for no to 1 for easily.
         job, constraints, time_limit_s, progress, certify: as of `search.search`.
     Raises:
         ConstraintError, InfeasibleError, SolverLimitError: as of the search of all plans.
@@ -68,8 +68,8 @@ def allowing(
         return search(job, constraints, time_limit_s, progress, certify)
     deadline, known = Deadline(time_limit_s), list[BestPlan]()
     with suppress(NoPlanError):
-        if may_fit(job, kept, LEAST_SHARE * time_limit_s, progress):
-            known.append(search(job, kept, KEPT_SHARE * time_limit_s, progress, False))
+        if share := KEPT_SHARE * room(job, kept, LEAST_SHARE * time_limit_s, progress):
+            known.append(search(job, kept, share * time_limit_s, progress, False))
     try:
         with handing_on(known):
             left_s = max(time_limit_s - deadline.passed_s, LEAST_SHARE * time_limit_s)

@@ -96,7 +96,7 @@ def search_room(
     """
 
     def made(limit_s: float) -> BestPlan:
-        searches = partial(allowing, partial(_search_room, asked_s=limit_s), _may_fit), _mixed_room
+        searches = partial(allowing, partial(_search_room, asked_s=limit_s), _room), _mixed_room
         return among_groups(searches, job, constraints, left_of(limit_s, passed_s), progress, certify)
 
     try:
@@ -175,9 +175,9 @@ def _least_memory(job: Job, constraints: Constraints, deadline: Deadline, progre
     return LeastMemory(find, prepared(job, constraints), deadline, progress)
 
 
-def _may_fit(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> bool:
-    """Whether a plan of least memory fits, or none is known."""
-    return _least_memory(job, constraints, Deadline(time_limit_s), progress).may_fit(constraints)
+def _room(job: Job, constraints: Constraints, time_limit_s: float, progress: Progress) -> float:
+    """Whether a plan of least memory fits, from 0 for no to 1 for one that is easily found, or that none is known."""
+    return _least_memory(job, constraints, Deadline(time_limit_s), progress).room(constraints)
 
 
 def _for_fewer(rounds: _Rounds, constraints: Constraints) -> BestPlan:

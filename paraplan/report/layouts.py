@@ -207,21 +207,24 @@ def _kind_row(program: Program, stage: Stage, chosen: int, segments: list[int]) 
     used, made = used_layouts(kind.graph, choice), made_layouts(kind.graph, choice)
     rows = []
     for slot, local in enumerate(kind.params):
-        names = tuple(dict.fromkeys(program.segments[index].params[slot] for index in segments))
-        layouts, spec = stage.params[names[0]], program.params[names[0]].spec
-        held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.resting), stage.mesh.shape))
-        rows.append(
-            ParamRow(
-                name=generic_name(names[0]) if len(names) > 1 else names[0],
-                count=len(names),
-                shape=spec.shape,
-                nbytes=len(names) * held.nbytes,
-                words=param_words(layouts, used.get(local), stage.mesh),
-                stored=layouts.stored,
-                grad=layouts.grad,
-                state=layouts.state,
+        alike: dict[ParamLayouts, list[str]] = {}
+        for name in dict.fromkeys(program.segments[index].params[slot] for index in segments):
+            alike.setdefault(stage.params[name], []).append(name)
+        for layouts, names in alike.items():
+            spec = program.params[names[0]].spec
+            held = TensorSpec(spec.dtype, local_shape(spec.shape, parse_layout(layouts.resting), stage.mesh.shape))
+            rows.append(
+                ParamRow(
+                    name=generic_name(names[0]) if len(names) > 1 else names[0],
+                    count=len(names),
+                    shape=spec.shape,
+                    nbytes=len(names) * held.nbytes,
+                    words=param_words(layouts, used.get(local), stage.mesh),
+                    stored=layouts.stored,
+                    grad=layouts.grad,
+                    state=layouts.state,
+                )
             )
-        )
     outputs = tuple(
         f"{kind.graph.values[name]} {layout_words(made[name], stage.mesh)}" for name in kind.outputs if name in made
     )

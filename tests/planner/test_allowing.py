@@ -57,8 +57,8 @@ class _Said:
         plan = msgspec.structs.replace(self.plan, prediction=prediction, certificate=certificate, notes=())
         return BestPlan(plan, 0.0, 0.0)
 
-    def found(self, constraints: Constraints, fits: bool = True) -> BestPlan:
-        return allowing(self, lambda *_: fits, self.job, constraints, 30.0, lambda _: None, True)
+    def found(self, constraints: Constraints, room: float = 1.0) -> BestPlan:
+        return allowing(self, lambda *_: room, self.job, constraints, 30.0, lambda _: None, True)
 
 
 @pytest.mark.parametrize(("kept_s", "all_s"), [(1.0, 2.0), (2.0, 1.0), (None, 1.0), (1.0, None)])
@@ -76,8 +76,14 @@ def test_the_faster_is_given(kept_s: float | None, all_s: float | None) -> None:
 
 def test_what_cannot_fit_is_not_searched() -> None:
     search = _Said(1.0, 2.0)
-    assert search.found(Constraints(offload="host"), fits=False).step_s == 2.0
+    assert search.found(Constraints(offload="host"), room=0.0).step_s == 2.0
     assert [bool(each.tiers) for each, _ in search.asked] == [True]
+
+
+def test_what_hardly_fits_is_searched_for_as_long() -> None:
+    search = _Said(1.0, 2.0)
+    assert search.found(Constraints(offload="host"), room=0.3).step_s == 1.0
+    assert search.asked[0][1] == pytest.approx(0.3 * KEPT_SHARE * 30.0)
 
 
 def test_nothing_is_searched_twice_that_has_to_leave_or_cannot() -> None:

@@ -31,6 +31,9 @@ RESORTS = 4
 EACH = 0.2
 """Of the time left, what each has to be found; of the limit, beyond it, how long fewer microbatches are looked into."""
 
+HARDLY = 0.3
+"""Of the time for plans that keep everything, what they have where the leanest data parallelism does not fit."""
+
 
 @dataclass(frozen=True)
 class LeastMemory:
@@ -69,10 +72,15 @@ class LeastMemory:
             pins, found = others, other
         return found if constraints.microbatches else self._in_fewer(pins, found)
 
-    def may_fit(self, constraints: Constraints) -> bool:
-        """Whether a plan of everything sharded fits, or none is known."""
-        fit = (found is not None for _, found in self._tried(list(all_sharded(self.job, constraints))))
-        return next(fit, True) or any(fit)
+    def room(self, constraints: Constraints) -> float:
+        """How much of the time that plans which keep everything may have is well spent on them: none where nothing
+        sharded all over fits, little where that fits only with matrices divided, all where none is known."""
+        nothing_known = 1.0
+        for pins, found in self._tried(list(all_sharded(self.job, constraints))):
+            if found is not None:
+                return 1.0 if (pins.tp or 1) == (constraints.tp or 1) else HARDLY
+            nothing_known = 0.0
+        return nothing_known
 
     def _in_fewer(self, pins: Constraints, found: BestPlan) -> BestPlan:
         """The plan in half as many microbatches, as long as it fits so and gets faster."""

@@ -123,7 +123,7 @@ class OneStagePlans:
             fits(2)
             return
         self.is_tight = len(candidate_meshes(self.job, self.constraints)) <= MESHES
-        if self.is_tight and fits(2, again=False):
+        if self.is_tight and not known and fits(2, again=False):
             return  # what recomputes is fitted, which takes longer: `plan_by_hand`
         recompute = None if self.is_tight else "none"
         if fits(3, recompute):  # which holds least

@@ -24,6 +24,7 @@ from paraplan.planner.certificate import certified_as
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.evaluate_plan import gathers_large
+from paraplan.planner.one_stage.few_away import with_few_away
 from paraplan.planner.one_stage.refitted import refitted
 from paraplan.planner.schedules.full_rounds import as_a_whole, programs_of
 
@@ -64,7 +65,9 @@ def with_room(
         deadline: of the search; after it nothing is begun again.
         progress: told what is being tried.
     """
-    return [*gathering_later(plan, budget), *_recomputing_more(job, constraints, plan, budget, deadline, progress)]
+    few = with_few_away(plan, constraints, budget, deadline, needed_bytes)
+    more = [] if few else _recomputing_more(job, constraints, plan, budget, deadline, progress)
+    return [*gathering_later(plan, budget), *few, *more]
 
 
 def gathering_later(plan: Plan, budget: int) -> list[Plan]:

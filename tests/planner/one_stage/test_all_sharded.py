@@ -18,9 +18,11 @@ from paraplan.planner import fits
 from paraplan.planner.assemble import Job
 from paraplan.planner.best_plan import BestPlan
 from paraplan.planner.constraints import Constraints
+from paraplan.planner.deadline import Deadline
 from paraplan.planner.fits import search_room
 from paraplan.planner.joint.bounding.relaxations import kept_bytes
 from paraplan.planner.one_stage.all_sharded import all_sharded
+from paraplan.planner.one_stage.least_memory import HARDLY, LeastMemory
 from paraplan.planner.one_stage.roomier import needed_bytes
 from paraplan.planner.search import find
 from tests.captures import zoo_job
@@ -50,6 +52,24 @@ def test_what_is_sharded_over_all_devices() -> None:
         assert held == {("host", params)}, "what may leave the device does"
     whole = next(all_sharded(zoo_job("gpt2", 4), FREE))
     assert whole not in list(all_sharded(zoo_job("gpt2", 4), whole)), "it was searched"
+
+
+@pytest.mark.parametrize(
+    ("fits", "given", "room"),
+    [(None, FREE, 1.0), (4, FREE, HARDLY), (4, Constraints(tp=4), 1.0), (2, Constraints(tp=2), 1.0), (3, FREE, 0.0)],
+)
+def test_what_room_is_told_at_once(fits: int | None, given: Constraints, room: float) -> None:
+    """By the degree of tensor parallelism in which the leanest plan fits, if there is one."""
+    job = zoo_job("gpt2", 4)
+    whole = find(job, Constraints(dp=4, microbatches=1), certify=False)
+
+    def searched(_: Job, pins: Constraints, *rest: object, **more: object) -> BestPlan:
+        if pins.tp != fits:
+            raise InfeasibleError("no")
+        return whole
+
+    assert LeastMemory(searched, job, Deadline(10.0), lambda _: None).room(given) == room
+    assert LeastMemory(searched, job, Deadline(10.0), lambda _: None).room(Constraints(pp=2)) == 1.0, "none is known"
 
 
 def test_a_search_that_found_nothing_falls_back_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
