@@ -57,7 +57,8 @@ def plans_on_mesh(
     for count in counts:
         if found and clock.is_over:
             break
-        if clock.is_over and count not in (counts[0], counts[-1]):  # the most hold least
+        must = counts[:1] if clock.ends_here(found) else (counts[0], counts[-1])  # the most hold least
+        if clock.is_over and count not in must:
             failures.append(not_tried(mesh, count))
             continue
         with handing_on(found):
@@ -99,7 +100,7 @@ def with_other_counts(
     def tried(count: int) -> list[Candidate]:
         is_long = count * len(job.program.segments) > MOST_CALLS
         is_late = deadline.passed_s > MOST_LATE * deadline.limit_s
-        if is_late or (clock.is_over and (found or count != counts[-1] or is_long)):
+        if is_late or (clock.is_over and (clock.ends_here(found) or found or count != counts[-1] or is_long)):
             failures.append(not_tried(mesh, count))
             return []
         with handing_on(found):

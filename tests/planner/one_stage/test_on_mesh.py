@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from paraplan.ir.errors import SolverLimitError
@@ -32,6 +34,27 @@ def test_a_last_try_after_the_limit_is_no_long_one(is_long: bool, monkeypatch: p
     on_mesh.with_other_counts(job, mesh, pins, limits, failures, lambda _: None, Deadline(600.0))
     assert tried == ([] if is_long else [most])
     assert any(each.late and each.num_microbatches == most for each in failures) == is_long
+
+
+@pytest.mark.parametrize(("known_s", "counts"), [(math.inf, [1, 4]), (1.0, [1])])
+def test_where_a_plan_is_known_none_has_to_be_found(
+    known_s: float, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the limit the most microbatches, which hold least, are tried where there is nothing else."""
+    job, pins, tried = zoo_job("gpt2", 1), Constraints(), list[int]()
+    (mesh, *_) = candidate_meshes(job, pins)
+
+    def solved(job: object, mesh: object, count: int, *rest: object) -> list[object]:
+        tried.append(count)
+        failures.append(Failure(SolverLimitError("no room"), mesh, count))  # type: ignore[arg-type]
+        return []
+
+    monkeypatch.setattr(on_mesh, "_solve", solved)
+    monkeypatch.setattr(on_mesh, "usual_counts", lambda *_: (1, 2, 4))
+    failures = list[Failure]()
+    limits = SolveLimits(time_s=0.0, memory_bytes=1.0, certify=False, known_s=known_s)
+    assert on_mesh.plans_on_mesh(job, mesh, pins, limits, failures, lambda _: None, math.inf) == []
+    assert tried == counts and {each.num_microbatches for each in failures if each.late} == {1, 2, 4} - {*counts}
 
 
 def test_nothing_is_tried_long_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
