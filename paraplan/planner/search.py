@@ -258,13 +258,13 @@ def _pipelines_of(found: JointSearch, listed: Sequence[Combination], certify: bo
     """The fastest plan of those listed, and what else was planned; whether the search was interrupted."""
     job, deadline, progress, reserves, budget = found.job, found.deadline, found.progress, found.reserves, found.budget
 
-    def one_stage(constraints: Constraints, proved: bool, again: bool = True) -> Draft:
+    def one_stage(constraints: Constraints, proved: bool, again: bool = True, within_s: float = math.inf) -> Draft:
         alone, needed, fitting = msgspec.structs.replace(constraints, pp=1), 0, list[Draft]()
         for _ in range(TIGHTER if again else 1):
             try:
                 share_s = deadline.share_s(ROOMY_SHARE if reserves else ONE_STAGE_SHARE)
                 certify, known = proved and not needed, found.drafts
-                best = find(job, alone, share_s, progress, certify, beside=True, known=known)
+                best = find(job, alone, min(share_s, within_s), progress, certify, beside=True, known=known)
             except NoPlanError:
                 if not needed:
                     raise

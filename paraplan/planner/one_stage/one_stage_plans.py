@@ -15,6 +15,7 @@ from paraplan.planner.assemble import Job
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.contradictions import check_constraints
 from paraplan.planner.deadline import Deadline
+from paraplan.planner.one_stage.all_sharded import all_sharded
 from paraplan.planner.pipeline.draft import Draft, step_s
 from paraplan.planner.pipeline.meshes import candidate_meshes, meshes_free
 from paraplan.planner.sharding.expert_pins import has_experts
@@ -27,6 +28,8 @@ EXPOSED = 0.5
 """Of a step of plain data parallelism, what waits for links at least where nodes may be better off alike."""
 LEAN_SHARE = 0.5
 """Of the time limit, for what needs little memory, where plain data parallelism does not fit."""
+LEAST_SHARE, LEAST_S = 0.03, 0.5
+"""Of the time limit, and in seconds at least, for a plan of least memory."""
 LATE_SHARE = 0.85
 """Of the time limit, after which nothing more is laid out by hand, nor solved on the best mesh."""
 SOLVED = 1.005
@@ -46,13 +49,14 @@ Attempt = Callable[[str, Constraints, Callable[[], Draft]], float | None]
 class OneStage(Protocol):
     """Plans without a pipeline."""
 
-    def __call__(self, constraints: Constraints, proved: bool, again: bool = True) -> Draft:
+    def __call__(self, constraints: Constraints, proved: bool, again: bool = True, within_s: float = math.inf) -> Draft:
         """The best found.
 
         Args:
             constraints: that it meets.
             proved: whether to bound what it is found among.
             again: whether to search for fewer bytes where allocators have no room.
+            within_s: seconds that it may take at most.
         """
         ...
 
@@ -77,6 +81,7 @@ class OneStagePlans:
     drafts: list[Draft]
     is_tight: bool = False
     _tried: dict[object, bool] = field(default_factory=dict)
+    _has_least: bool = False
 
     def plan_usual(self) -> None:
         """Data parallelism at every ZeRO level: planned at once, and what else is found has to be faster. Where ZeRO-1
@@ -91,6 +96,7 @@ class OneStagePlans:
             self._plan_data_parallel(n)
             self._plan_nodes(n)
         self.is_tight |= not self.drafts and len(candidate_meshes(self.job, self.constraints)) <= MESHES
+        self._plan_least()
         for degrees in self._divided(n) if self.is_tight and not self.drafts else ():
             late = self._is_over(LEAN_SHARE)
             if late or self._fits(partial(self.make, again=False), None, **degrees):
@@ -109,6 +115,33 @@ class OneStagePlans:
             what = f"one stage on mesh {'x'.join(map(str, mesh))}"
             self.attempt(what, pins, partial(self.make, pins, False, again=False))
 
+    def _plan_least(self) -> None:
+        """Where memory binds and nothing is known, what holds least of all, in as few microbatches as fit: it is
+        quickly planned, and what takes longer has to be faster, and not to be found whatever it takes."""
+        if not self.is_tight or self.drafts or self._has_least:
+            return
+        self._has_least, degrees = True, list[list[Constraints]]()
+        for pins in all_sharded(self.job, self.constraints):
+            if pins.recompute != "none" or not degrees:
+                degrees.append([])
+            degrees[-1].append(pins)
+        for ways in degrees:
+            found = [(seconds, each) for each in ways if (seconds := self._pinned(each)) is not None]
+            best = min(found, key=lambda each: each[0], default=None)
+            while best is not None and (count := (best[1].microbatches or 1) // 2) and not self._is_over(LEAN_SHARE):
+                fewer = msgspec.structs.replace(best[1], microbatches=count)
+                seconds = self._pinned(fewer)
+                best = None if seconds is None or seconds >= best[0] else (seconds, fewer)
+            if self.drafts or self.deadline.is_over:
+                return
+
+    def _pinned(self, pins: Constraints) -> float | None:
+        """The step of a plan of which all is pinned, None where it does not fit."""
+        names = ("dp", "tp", "sp", "zero", "recompute", "microbatches")
+        what = " ".join(f"{name}={value}" for name in names if (value := getattr(pins, name)) not in (None, False))
+        within_s = max(LEAST_SHARE * self.deadline.limit_s, LEAST_S)
+        return self.attempt(what, pins, partial(self.make, pins, False, again=False, within_s=within_s))
+
     def _plan_data_parallel(self, n: int) -> None:
         known = len(self.drafts)
 
@@ -125,6 +158,7 @@ class OneStagePlans:
         self.is_tight = len(candidate_meshes(self.job, self.constraints)) <= MESHES
         if self.is_tight and not known and fits(2, again=False):
             return  # what recomputes is fitted, which takes longer: `plan_by_hand`
+        self._plan_least()
         recompute = None if self.is_tight else "none"
         if fits(3, recompute):  # which holds least
             fits(2, recompute)

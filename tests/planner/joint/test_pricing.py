@@ -121,6 +121,19 @@ def test_what_is_priced_first_has_rows_enough(usual: float, first: tuple[int, in
         assert samples == sorted(samples, reverse=way.of is not None)
         if way.of is not None:
             assert samples[0] < way.of.kinds[0][3] and steps_of(way)[0] is None
+    short = [way.kinds[0][3] < usual / math.sqrt(2) for way in ways if way.of is None]
+    assert short == sorted(short), "what no rank has rows enough of comes last"
+
+
+def test_on_few_devices_every_mesh_is_begun_before_any_goes_on() -> None:
+    """What takes long to price, as where memory binds, is not priced twice before another is at all."""
+    job = zoo_job("gpt2", 4)
+    pricing = _pricing(job)
+    rounds = PricingRounds(pricing, combinations(job, FREE))
+    meshes = [kind[:3] for kind, _ in rounds._waiting]
+    first = list(dict.fromkeys(meshes))
+    assert meshes[: len(first)] == first and first[0][1:] == (1, 1) and len(meshes) > len(first) > 2
+    assert len(set(rounds._waiting)) == len(rounds._waiting)
 
 
 def test_samples_of_a_rank_hang_on_the_rows_of_products() -> None:

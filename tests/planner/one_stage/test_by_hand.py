@@ -110,26 +110,42 @@ def test_nothing_of_one_stage_is_solved_where_it_is_far_from_a_pipeline(alone_s:
 
 
 def test_what_recomputes_is_fitted_first_only_where_nothing_else_fits() -> None:
-    """On few meshes, where ZeRO-1 does not fit: it takes longer than all that is estimated from prices."""
-    tried = list[tuple[int | None, str | None, bool]]()
-
-    def attempts(fitting: tuple[int | None, str | None]) -> Any:
-        def attempt(what: str, pins: Constraints, make: Any) -> float | None:
-            tried.append((pins.zero, pins.recompute, make.keywords["again"]))
-            return 1.0 if tried[-1][:2] == fitting else None
-
-        return attempt
-
-    job = zoo_job("gpt2", 4)
-    for fitting, then in (((2, "none"), (None, None, False)), ((3, None), (3, None, True))):
-        search = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempts(fitting), [])
-        search.plan_usual()
-        assert tried[:3] == [(1, "none", True), (2, "none", False), then]
-        tried.clear()
+    """On few meshes, where ZeRO-1 does not fit: it takes longer than all that is estimated from prices. What holds
+    least comes before it, each with everything made again and with nothing, until a degree fits."""
+    tried, job = list[tuple[int | None, int | None, str | None, bool]](), zoo_job("gpt2", 4)
     alone = Draft.of(find(job, Constraints(mesh=(4,), pp=1), certify=False).plan)
-    search = OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempts((None, None)), [alone], is_tight=True)
-    search.plan_by_hand()
-    assert tried[:4] == [(3, None, False), (2, None, False), (3, "none", False), (2, "none", False)]
+
+    def usual(*fitting: tuple[int | None, int | None, str | None]) -> list[tuple[int | None, int | None, str | None]]:
+        tried.clear()
+        drafts = list[Draft]()
+
+        def attempt(what: str, pins: Constraints, make: Any) -> float | None:
+            tried.append((pins.tp, pins.zero, pins.recompute, make.keywords["again"]))
+            if tried[-1][:3] not in fitting:
+                return None
+            drafts.append(alone)
+            return alone.step_s
+
+        OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempt, drafts).plan_usual()
+        return [each[:3] for each in tried]
+
+    begin = [(None, 1, "none"), (None, 2, "none")]
+    assert usual((None, 2, "none")) == begin
+    lean, split = ([(tp, zero, recompute) for recompute in ("full", "none")] for tp, zero in ((None, 3), (4, None)))
+    found = usual((None, 3, "none"))
+    assert found[:5] == [*begin, *lean, lean[1]], "in half as many microbatches, which is no faster"
+    assert found[5:] == [(None, 3, None), (None, 2, None)][: len(found) - 5]
+    assert usual(split[0], (None, 3, None))[:7] == [*begin, *lean, *split, split[0]]
+    found = usual((None, 3, None))
+    assert found[:8] == [*begin, *lean, *split, (2, 3, "full"), (2, 3, "none")] and found[8] == (None, 3, None)
+    assert [again for *_, again in tried[:9]] == [True, *[False] * 7, True]
+
+    def recorded(what: str, pins: Constraints, make: Any) -> None:
+        tried.append((pins.tp, pins.zero, pins.recompute, make.keywords["again"]))
+
+    tried.clear()
+    OneStagePlans(job, Constraints(), Deadline(60.0), fail, recorded, [alone], is_tight=True).plan_by_hand()
+    assert tried[:4] == [(None, zero, recompute, False) for recompute in (None, "none") for zero in (3, 2)]
 
 
 def test_what_was_hoped_of_drafts_that_were_estimated_and_of_others() -> None:

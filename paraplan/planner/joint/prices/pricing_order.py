@@ -81,7 +81,8 @@ class Way:
 
 def ways_of(kinds: Iterable[Kind], usual: float) -> list[Way]:
     """Kinds by what they have in common: of an inner axis that splits tensors and of one that shares the batch out as
-    well, from the usual samples a rank on, upwards and downwards; the widest inner axes first.
+    well, from the usual samples a rank on, upwards and downwards; the widest inner axes first, and those last of which
+    no rank has as many.
 
     Args:
         kinds: all.
@@ -90,14 +91,14 @@ def ways_of(kinds: Iterable[Kind], usual: float) -> list[Way]:
     alike: dict[tuple[object, ...], list[Kind]] = {}
     for kind in sorted(kinds, key=lambda kind: (kind[2] == 1, -math.prod(kind[0]), kind[3] >= 1, kind[1], kind[3])):
         alike.setdefault((*way_of(kind), kind[3] >= _inner(kind)), []).append(kind)
-    found: list[Way] = []
+    found: dict[bool, list[Way]] = {True: [], False: []}
     for here in alike.values():
         inner = _inner(here[0]) if here[0][3] >= _inner(here[0]) else 1
-        more = [kind for kind in here if kind[3] >= usual * inner / math.sqrt(2)] or here[-1:]
-        way = Way(more)
-        way.fewer = Way([kind for kind in reversed(here) if kind not in more], way)
-        found += [way, way.fewer] if way.fewer.kinds else [way]
-    return found
+        enough = [kind for kind in here if kind[3] >= usual * inner / math.sqrt(2)]
+        way = Way(enough or here[-1:])
+        way.fewer = Way([kind for kind in reversed(here) if kind not in way.kinds], way)
+        found[bool(enough)] += [way, way.fewer] if way.fewer.kinds else [way]
+    return [*found[True], *found[False]]
 
 
 def _inner(kind: Kind) -> int:

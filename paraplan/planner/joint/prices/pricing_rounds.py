@@ -20,7 +20,7 @@ short; and how near the best of them one has to come to be taken over for the ne
 BATCH = 4
 """Kinds priced with what was known before the first of them."""
 SMALL = 16
-"""Devices up to which positions of one are priced first."""
+"""Devices up to which every mesh is priced once before any is again, and positions of one come first."""
 HIRED_S = 2.0
 """Seconds of a search from which on processes beside this one are worth their start."""
 
@@ -44,9 +44,13 @@ class PricingRounds:
         ways = ways_of(self._needed, usual_samples(pricing.job.program))
         pairs = itertools.chain(*itertools.zip_longest(*map(steps_of, ways)))
         self._waiting: list[tuple[Kind, Way]] = [pair for pair in pairs if pair is not None]
-        alone = [at for at, (kind, _) in enumerate(self._waiting) if kind[1] == kind[2] == 1]
-        if alone and pricing.job.cluster.num_devices <= SMALL:  # of a device there are no shardings to choose among
-            self._waiting.insert(0, self._waiting.pop(alone[0]))
+        if pricing.job.cluster.num_devices <= SMALL:
+            first: dict[object, tuple[Kind, Way]] = {}
+            for pair in self._waiting:
+                first.setdefault(pair[0][:3], pair)
+            # each mesh once; of a device there are no shardings to choose among
+            begins = sorted(first.values(), key=lambda pair: pair[0][1:3] != (1, 1))
+            self._waiting = [*begins, *(pair for pair in self._waiting if pair not in begins)]
 
     def go_on(self, best_s: float = math.inf) -> None:
         """Price what is left, until it is late.
