@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _UNKNOWN: Any = object()
@@ -96,7 +96,7 @@ class Workers:
         task: tuple[Any, ...],
         own: object,
         goes_on: Callable[[T], bool] = lambda _: False,
-    ) -> Callable[[], T]:
+    ) -> Begun[T]:
         """Have a process that does nothing else make something of a task.
 
         Args:
@@ -104,11 +104,11 @@ class Workers:
             task: its parts.
             goes_on: of an answer, whether the same is asked for once more.
         Returns:
-            What waits for the last answer; where there is no process, makes one.
+            What waits for the last answer; where there is no process, it makes one.
         """
         found: list[T] = [_UNKNOWN]
         if not self._idle:
-            return lambda: function(own, *task)
+            return Begun(None, found, lambda: function(own, *task))
         process = self._idle[0]
         process.is_busy = True
 
@@ -123,11 +123,7 @@ class Workers:
         thread = Thread(target=drive, daemon=True)
         thread.start()
 
-        def answer() -> T:
-            thread.join()
-            return self._done(found[0], function, task, own)
-
-        return answer
+        return Begun(thread, found, lambda: self._done(found[0], function, task, own))
 
     def _done(self, found: T, function: Callable[..., T], task: tuple[Any, ...], own: object) -> T:
         """What a process found of a task, or this one does where that could not."""
@@ -171,6 +167,33 @@ class Workers:
         processes, self._processes = self._processes, []  # what is under way in one that is closed is not lost
         for process in processes:
             process.end()
+
+
+class Begun(Generic[T]):
+    """What a process makes of a task, when it is asked for.
+
+    Args:
+        thread: that waits for the process; None where there is none.
+        found: its last answer so far.
+        make: the answer, once there is no more to wait for.
+    """
+
+    def __init__(self, thread: Thread | None, found: Sequence[T], make: Callable[[], T]) -> None:
+        self._thread, self._found, self._make = thread, found, make
+
+    def __call__(self) -> T:
+        """The last answer."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._make()
+
+    def within(self, seconds: float) -> T | None:
+        """The last answer that there is in so many seconds, where a process is asked; None for none."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return None if self._found[0] is _UNKNOWN else self._found[0]
+        return self._make()
 
 
 class _Process:

@@ -66,6 +66,26 @@ def test_a_task_is_done_again_for_as_long_as_its_answer_asks_for_it(count: int) 
         assert workers.begin(ends_elsewhere, (os.getpid(),), base(100), lambda _: True)() == os.getpid()
 
 
+def test_an_answer_is_waited_for_no_longer_than_it_is_to_be() -> None:
+    """What was found last is given then, if anything was; where there is no process it is made here."""
+    with _workers(1) as workers:
+        once = workers.begin(slow, (7,), base(100))
+        assert once.within(0.0) is None
+        assert once.within(60.0) == once() and once()[0] == 107
+        told = threading.Event()
+
+        def goes_on(found: object) -> bool:
+            told.set()
+            return True
+
+        forever = workers.begin(slow, (1,), base(100), goes_on)
+        assert told.wait(60.0)
+        found = forever.within(0.0)
+        assert found is not None and found[0] == 101 and found[1] != os.getpid()
+    with _workers(0) as workers:
+        assert workers.begin(added, (7,), base(100)).within(0.0) == 107
+
+
 def test_an_answer_of_a_dead_process_is_made_here() -> None:
     with _workers(1) as workers:
         assert workers.begin(ends_elsewhere, (os.getpid(),), base(100))() == os.getpid()

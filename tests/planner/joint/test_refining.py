@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from paraplan.ir.process.workers import Workers
+from paraplan.ir.process.workers import Begun, Workers
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.deadline import Deadline
 from paraplan.planner.joint.bounding.proving import SpaceProof, bound_of, one_round
@@ -117,6 +117,26 @@ def test_another_process_proves_what_this_one_would() -> None:
     alone.prepare((), 1.0)
     alone.begin((), 1.0)
     assert alone.answer() == here
+
+
+def test_what_is_proved_late_is_what_is_known_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round may take longer than there is time for: then it is what is known at once."""
+    job, pins, waited = zoo_job("gpt2", 2), Constraints(microbatches=4), list[float]()
+    pricing = Pricing(job, pins, 10**12, lambda _: None, Deadline(20.0))
+    listed = combinations(job, pins)
+
+    def within(self: Begun[object], seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(Begun, "within", within)
+    with closing(Workers(1, pricing_beside, job, pins, pricing.budget, pricing.deadline)) as workers:
+        proof = SpaceProof(pricing, listed, workers)
+        proof.begin((), 1.0)
+        whole = proof.answer()
+        assert not waited, "in time, it is waited for"
+        pricing.deadline.limit_s = 0.0
+        known = proof.answer()
+    assert waited == [2.0] and 0.0 < known.least_s <= whole.least_s
 
 
 def test_rounds_go_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,11 +107,13 @@ class SpaceProof:
         self._rounds = self._begun(self.workers, task, within_s) if self.workers and is_beside else None
 
     def answer(self) -> Bounded:
-        """What is proved for the plan it was begun for."""
+        """What is proved for the plan it was begun for; after the time limit, what is by the time that it may still
+        take, a round being longer where a kind is."""
         if self._rounds is None:
             return bound_of(self.pricing, *self._task, self._within_s)
         self._rounds.asked.set()
-        return self._rounds.answer()
+        found = self._rounds.answer.within(self._within_s) if self.pricing.deadline.is_over else self._rounds.answer()
+        return bound_of(self.pricing, *self._task, 0.0) if found is None else found
 
     def _begun(self, workers: Workers, task: Task, within_s: float) -> BoundRounds:
         """Rounds of a task, which what the last ones took for it counts for."""
