@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import msgspec
 
-from paraplan.ir.errors import NoPlanError, SolverLimitError
+from paraplan.ir.errors import InfeasibleError, NoPlanError, SolverLimitError
 from paraplan.ir.machine.mesh import Mesh
 from paraplan.ir.plan import Plan, Prediction
 from paraplan.ir.plan_words import plan_words
@@ -46,7 +46,7 @@ from paraplan.planner.interrupts import Interrupted, found_until, handing_on, in
 from paraplan.planner.joint.planned_again import planned_again
 from paraplan.planner.mixed.idle_groups import among_groups
 from paraplan.planner.one_stage.least_memory import LeastMemory
-from paraplan.planner.one_stage.nearest_plan import how_near
+from paraplan.planner.one_stage.nearest_plan import how_near, what_fits
 from paraplan.planner.one_stage.roomier import (
     WORSE,
     as_reserved,
@@ -129,6 +129,8 @@ def _search_room(
         first = find(job, constraints, first_s, progress, certify, reserves=looks, known=drafts)
     except KeyboardInterrupt as fault:
         raise Interrupted(_fitting(found_until(fault, BestPlan), budget, looks)) from None
+    except InfeasibleError as fault:
+        raise _with_leanest(fault, job, constraints, budget) from None
     except SolverLimitError as fault:
         lean = None if known else _least_memory(job, constraints, deadline, progress).plan(constraints)
         if lean is None:
@@ -155,6 +157,13 @@ def _with_nearest(fault: SolverLimitError, job: Job, constraints: Constraints, b
     if job.cluster.num_devices == 1:
         return fault
     return SolverLimitError(str(fault), lambda: f"{how_near(job, constraints, budget, find)}{fault.explained()}")
+
+
+def _with_leanest(fault: InfeasibleError, job: Job, constraints: Constraints, budget: int) -> InfeasibleError:
+    """The fault; explained, it says what the leanest plans need."""
+    if job.cluster.num_devices == 1:
+        return fault
+    return InfeasibleError(str(fault), lambda: f"{fault.explained()}{what_fits(job, constraints, budget, find)}")
 
 
 def _fitting(found: Sequence[BestPlan], budget: int, looks: bool) -> list[BestPlan]:

@@ -39,14 +39,7 @@ def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[...
         budget: bytes a device may hold.
         find: a search (`planner.search.find`).
     """
-    roomy = replace(job, cluster=_with_memory(job.cluster))
-    deadline, found = Deadline(TRIED * TIME_S), list[Plan]()
-    for pins in all_sharded(job, msgspec.structs.replace(constraints, memory_bytes=None)):
-        if len(found) == TRIED or deadline.is_over:
-            break
-        with suppress(NoPlanError, ConstraintError):
-            plan = find(roomy, pins, TIME_S, certify=False).plan
-            found.append(_reserved_within(plan, budget) if constraints.reserve_bytes != 0 else plan)
+    found = _lean_plans(job, constraints, budget, find)
     if not found:
         return ""
     least = min(found, key=needed_bytes)
@@ -60,6 +53,33 @@ def how_near(job: Job, constraints: Constraints, budget: int, find: Callable[...
         f"{say_size(budget)} of a device that are a plan's; use more devices, a smaller batch or shorter sequences, an "
         f"optimizer of fewer states{away}. Of those tried before: "
     )
+
+
+def what_fits(job: Job, constraints: Constraints, budget: int, find: Callable[..., BestPlan]) -> str:
+    """What the leanest of these plans needs, where less than some bound is proved not to be enough; empty where none is
+    made, and where it is not memory that is missing.
+
+    Args:
+        job, constraints, budget, find: as of `how_near`.
+    """
+    found = _lean_plans(job, constraints, budget, find)
+    if not found:
+        return ""
+    least = min(found, key=needed_bytes)
+    words = f"; {plan_words(least)} would do with {say_size(needed_bytes(least))}"
+    return words if needed_bytes(least) > budget else ""
+
+
+def _lean_plans(job: Job, constraints: Constraints, budget: int, find: Callable[..., BestPlan]) -> list[Plan]:
+    roomy = replace(job, cluster=_with_memory(job.cluster))
+    deadline, found = Deadline(TRIED * TIME_S), list[Plan]()
+    for pins in all_sharded(job, msgspec.structs.replace(constraints, memory_bytes=None)):
+        if len(found) == TRIED or deadline.is_over:
+            break
+        with suppress(NoPlanError, ConstraintError):
+            plan = find(roomy, pins, TIME_S, certify=False).plan
+            found.append(_reserved_within(plan, budget) if constraints.reserve_bytes != 0 else plan)
+    return found
 
 
 def _reserved_within(plan: Plan, budget: int) -> Plan:

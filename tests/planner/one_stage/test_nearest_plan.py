@@ -10,7 +10,7 @@ import pytest
 
 from paraplan.cost_models.machine.catalog import parse_cluster
 from paraplan.cost_models.predict import with_reserved
-from paraplan.ir.errors import SolverLimitError
+from paraplan.ir.errors import InfeasibleError, SolverLimitError
 from paraplan.ir.plan import Plan
 from paraplan.planner.constraints import Constraints
 from paraplan.planner.fits import search_room
@@ -38,6 +38,16 @@ def test_a_plan_is_found_for_what_an_error_names() -> None:
     assert how_near(job, Constraints(memory_bytes=enough), enough, find) == ""
     away = how_near(job, Constraints(memory_bytes=least // 4, offload="host"), least // 4, find)
     assert "states on host, parameters on host" in away and "offload=" not in away, away
+
+
+def test_what_is_proved_not_to_fit_names_what_does() -> None:
+    job = zoo_job("gpt2", 4)
+    with pytest.raises(InfeasibleError, match=r"at least .* are missing .*would do with [\d.]+ \w+$") as fault:
+        search_room(job, Constraints(memory_bytes=int(kept_bytes(job, False)) // 8), 2.0)
+    number, unit = str(fault.value).rsplit(" ", 2)[1:]
+    enough = int(1.01 * float(number) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit])
+    plan = search_room(job, Constraints(memory_bytes=enough), 20.0, certify=False).plan
+    assert plan.prediction is not None and max(plan.prediction.peak_bytes) <= enough
 
 
 @pytest.mark.parametrize("budget", [6 << 20, 24 << 20])
