@@ -109,6 +109,8 @@ class OneStagePlans:
         best = min(self.drafts, key=step_s, default=None)
         if best is None or best.sample.prediction is None or n == node or n % node or self._is_over(USUAL_SHARE):
             return
+        if self._has_least:  # memory binds: more has to be fitted on that mesh than there is time for yet
+            return
         if best.sample.prediction.exposed_comm_s > EXPOSED * best.sample.prediction.step_s:
             mesh = (n // node, node) if node > 1 else (n,)
             pins = msgspec.structs.replace(self.constraints, mesh=mesh)
@@ -128,7 +130,7 @@ class OneStagePlans:
         for ways in degrees:
             found = [(seconds, each) for each in ways if (seconds := self._pinned(each)) is not None]
             best = min(found, key=lambda each: each[0], default=None)
-            while best is not None and (count := (best[1].microbatches or 1) // 2) and not self._is_over(LEAN_SHARE):
+            while best is not None and (count := (best[1].microbatches or 1) // 2) and not self._is_over(USUAL_SHARE):
                 fewer = msgspec.structs.replace(best[1], microbatches=count)
                 seconds = self._pinned(fewer)
                 best = None if seconds is None or seconds >= best[0] else (seconds, fewer)

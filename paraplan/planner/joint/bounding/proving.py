@@ -107,12 +107,13 @@ class SpaceProof:
         self._rounds = self._begun(self.workers, task, within_s) if self.workers and is_beside else None
 
     def answer(self) -> Bounded:
-        """What is proved for the plan it was begun for; after the time limit, what is by the time that it may still
-        take, a round being longer where a kind is."""
+        """What is proved for the plan it was begun for, by the end of the time limit and what it may take beyond: a
+        round is longer where a kind is."""
         if self._rounds is None:
             return bound_of(self.pricing, *self._task, self._within_s)
         self._rounds.asked.set()
-        found = self._rounds.answer.within(self._within_s) if self.pricing.deadline.is_over else self._rounds.answer()
+        deadline = self.pricing.deadline
+        found = self._rounds.answer.within(max(deadline.limit_s - deadline.passed_s, 0.0) + self._within_s)
         return bound_of(self.pricing, *self._task, 0.0) if found is None else found
 
     def _begun(self, workers: Workers, task: Task, within_s: float) -> BoundRounds:
