@@ -326,8 +326,7 @@ def compile_since(
     job, reads, warning = captured_job(model, as_cluster(cluster), asked, pins)
     tell, passed_s = asked.progress or (lambda text: None), time.perf_counter() - started
     found = _part("plan_by")(asked.strategy, job, pins, asked.time_limit_s, tell, passed_s=passed_s)
-    notes = (*found.plan.notes, *filter(None, (warning,)))
-    data = msgspec.structs.replace(found.plan, notes=notes, pins=pins.as_data)
+    data = msgspec.structs.replace(found.plan, notes=(*found.plan.notes, *filter(None, (warning,))), pins=pins.as_data)
     check_plan(data)
     return Plan(data, None, found.solve_s, time.perf_counter() - started, reads)
 
