@@ -34,12 +34,14 @@ class GridJob:
         batch: what it is given, without values.
         cluster: as the command line writes it.
         has_experts: whether the grid has expert-parallel degrees too.
+        memory_bytes: of a device, what may be used; None for all of it.
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     cluster: str
     has_experts: bool = False
+    memory_bytes: int | None = None
 
     def job(self) -> Job:
         """Captured."""
@@ -135,3 +137,21 @@ BINDING_JOBS: dict[str, GridJob] = {
     "GPT 18B, 64 A100": GridJob(_gpt(40, 6144, 48), _tokens(256, 2048), "8xA100-80:8"),
 }
 """Where few devices hold a model: what is kept, made again and put together is most of the choice."""
+
+
+def _tight(cluster: str, gib: float) -> GridJob:
+    """0.6 billion parameters, of whose states a device has to hold an equal part."""
+    return GridJob(
+        lambda: llama(8, 2048, 5632, 16, 50_000), _tokens(16, 1024), cluster, memory_bytes=int(gib * 2**30)
+    )
+
+
+TIGHT_JOBS: dict[str, GridJob] = {
+    "Llama 0.6B, 4 RTX 4090 of 3 GiB": _tight("4xRTX4090", 3.0),
+    "Llama 0.6B, 4 RTX 4090 of 3.5 GiB": _tight("4xRTX4090", 3.5),
+    "Llama 0.6B, 4 RTX 4090 of 5 GiB": _tight("4xRTX4090", 5.0),
+    "Llama 0.6B, 8 RTX 4090 of 2 GiB": _tight("4xRTX4090:2", 2.0),
+    "Llama 0.6B, 16 RTX 4090 of 1 GiB": _tight("8xRTX4090:2", 1.0),
+    "Llama 0.6B, 16 RTX 4090 of 1.5 GiB": _tight("8xRTX4090:2", 1.5),
+}
+"""Where few devices on a slow bus hardly hold a model however it is divided."""

@@ -72,7 +72,12 @@ class NoPlanError(ParaplanError):
     Args:
         message: what is known.
         explain: finds out more, and gives the whole message.
+
+    Attributes:
+        over_bytes: by how much the leanest of what was tried does not fit; 0 where that is not known.
     """
+
+    over_bytes = 0
 
     def __init__(self, message: str | Phrase, explain: Callable[[], str] | None = None) -> None:
         super().__init__(message)
@@ -92,6 +97,13 @@ class InfeasibleError(NoPlanError):
 
 class SolverLimitError(NoPlanError):
     """Not proved: what was tried, in the time there was, did not fit."""
+
+    @classmethod
+    def of_over(cls, message: str, over_bytes: int) -> SolverLimitError:
+        """With what the leanest of what was tried is over by."""
+        found = cls(message)
+        found.over_bytes = over_bytes
+        return found
 
 
 class InvalidPlanError(ParaplanError):

@@ -28,7 +28,6 @@ from paraplan.planner.pipeline.searched_schedule import SEARCHED
 from paraplan.planner.pipeline.stage_sharding import Shardings
 from paraplan.planner.recompute.class_memory import ClassMemory
 from paraplan.planner.schedules.full_rounds import FULL, FULL_BY_MANY
-from paraplan.planner.schedules.named import NAMED
 
 ROUNDS = 4
 """How often a pipeline is planned, each time for fewer bytes."""
@@ -135,8 +134,6 @@ class Drafting:
 
     def drafted_with(self, estimate: Estimate, within_s: float) -> tuple[Draft | Slower, Estimate, Constraints]:
         """As `drafted`, with the estimate and the constraints that it came of in the end."""
-        if math.isinf(estimate.step_s):
-            estimate = self._cut_to_fit(estimate) or estimate
         job, budget, pins = self.pricing.job, self.pricing.budget, self.pins(estimate)
         check_constraints(pins, job.cluster.num_devices)
         first, allowed = None, budget
@@ -197,16 +194,6 @@ class Drafting:
         memory = ClassMemory(self.reserves)
         known = self._sharding(estimate), estimate.taken, within_s, math.isfinite(estimate.step_s)
         return Start(*known, memory, self.pricing.deadline)
-
-    def _cut_to_fit(self, estimate: Estimate) -> Estimate | None:
-        """An estimate that does not fit, cut so that it does; None where there is no such cut, or its stages are pinned
-        or several a position."""
-        combination, prices = estimate.combination, estimate.prices
-        several = combination.each > 1 or NAMED[combination.schedule].num_replicas > 1
-        if several or combination.pp == 1 or self.pricing.constraints.stages is not None:
-            return None
-        pricer = Pricer(self.pricing.job.cluster, self.pricing.budget)
-        return pricer.cut_to_fit(estimate, self.pricing.mesh_shape(combination, prices.shape))
 
     def _estimated(self, combination: Combination, budget: int, sharding: Sharding, less_bytes: int) -> Estimate | None:
         """What a combination comes to within so many bytes, in the sharding where that is least: of those priced, and

@@ -65,6 +65,7 @@ class Drafted:
 
     Attributes:
         why: nothing came of it: why; "" otherwise.
+        over_bytes: as of `SolverLimitError`.
         step_s: as of `Slower`, or of `Draft`.
         ended_s: what it was estimated at in the end.
         sample, peak_bytes: of the draft; None where it was left.
@@ -73,6 +74,7 @@ class Drafted:
     """
 
     why: str = ""
+    over_bytes: int = 0
     step_s: float = math.inf
     ended_s: float = math.inf
     sample: Plan | None = None
@@ -94,7 +96,7 @@ def drafted_beside(pricing: Pricing, asked: PackedEstimate, within_s: float, res
     try:
         found, estimate, pins = drafting.drafted_with(asked.estimate(pricing), within_s)
     except NoPlanError as fault:
-        return Drafted(why=str(fault))
+        return Drafted(str(fault), fault.over_bytes)
     if isinstance(found, Slower):
         return Drafted(step_s=found.step_s, ended_s=estimate.step_s)
     if found.step_s < within_s:  # what was worked out for its first microbatches is at hand here
@@ -103,7 +105,7 @@ def drafted_beside(pricing: Pricing, asked: PackedEstimate, within_s: float, res
             found = Draft.of(with_reserved(whole, programs_of(whole), pricing.budget) if reserves else whole)
     packed = PackedEstimate.of(estimate, pricing)
     numbers = found.step_s, estimate.step_s
-    return Drafted("", *numbers, found.sample, found.peak_bytes, found.plan is not None, packed, pins)
+    return Drafted("", 0, *numbers, found.sample, found.peak_bytes, found.plan is not None, packed, pins)
 
 
 def received_from(answer: Callable[[], Drafted], drafting: Drafting) -> Draft | Slower:
@@ -118,7 +120,7 @@ def received(drafted: Drafted, drafting: Drafting) -> Draft | Slower:
         SolverLimitError: nothing came of it.
     """
     if drafted.why:
-        raise SolverLimitError(drafted.why)
+        raise SolverLimitError.of_over(drafted.why, drafted.over_bytes)
     drafting.ended_s.append(drafted.ended_s)
     if drafted.sample is None or drafted.estimate is None or drafted.pins is None:
         return Slower(drafted.step_s)

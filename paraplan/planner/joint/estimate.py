@@ -1,13 +1,13 @@
 """What a combination comes to: its stages cut, priced and scheduled, without a plan being made.
 
-Stages are cut so that the fullest position has least to do, what it makes again included (`balanced_cuts`). Orders
-of the schedule are simulated over stages' seconds and messages (`schedules.order_times`); what a position holds is its
-parameters' share, what its microbatches save until their backward and keep between its halves, and a call's workspace.
-Where that is over the budget, as much is recomputed in its stages as fits, by the kinds' own options at one price per
-byte. A stage's gradients are reduced from its last backward's end on (the first stage's beside it), one stage of a
-position after another, beside what it still computes; updates follow. Where two positions hold a stage, they exchange
-its gradients (an all-reduce of two ranks moves each byte once). Limits: an estimate, neither a bound nor a simulated
-plan; links are thought to be shared by nothing else.
+Stages are cut so that the fullest position has least to do, what it makes again included (`balanced_cuts`), or where
+none of these fits so that all do (`cut_fitting`). Orders of the schedule are simulated over stages' seconds and
+messages (`schedules.order_times`); what a position holds is its parameters' share, what its microbatches save until
+their backward and keep between its halves, and a call's workspace. Where that is over the budget, as much is recomputed
+in its stages as fits, by the kinds' own options at one price per byte. A stage's gradients are reduced from its last
+backward's end on (the first stage's beside it), one stage of a position after another, beside what it still computes;
+updates follow. Where two positions hold a stage, they exchange its gradients (an all-reduce of two ranks moves each
+byte once). Limits: an estimate, neither a bound nor a simulated plan; links are thought to be shared by nothing else.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Pricer(ClosedForm):
             ConstraintError: its schedule does not take its microbatches.
         """
         program = prices.sharding.job.program
-        schedule, pp = combination.schedule, combination.pp
-        orders = named_times(schedule, pp, combination.microbatches, combination.each)
+        schedule, pp = NAMED[combination.schedule], combination.pp
+        orders = named_times(combination.schedule, pp, combination.microbatches, combination.each)
         tail = program_micro(program, combination.microbatches).tail
         bounds = self.stages or cut_balanced(prices.seconds, orders.held, tail, combination.microbatches)
         if bounds is None:
@@ -157,18 +157,21 @@ class Pricer(ClosedForm):
             if recut.estimate.rank >= found.estimate.rank:
                 break
             found = recut._replace(estimate=replace(recut.estimate, is_recut=True))
+        is_only = combination.each == 1 and schedule.num_replicas == 1 and self.stages is None
+        if math.isinf(found.estimate.step_s) and pp > 1 and is_only:
+            return self.cut_to_fit(found.estimate, mesh_shape, orders) or found.estimate
         return found.estimate
 
-    def cut_to_fit(self, estimate: Estimate, mesh_shape: tuple[int, ...]) -> Estimate | None:
+    def cut_to_fit(self, estimate: Estimate, mesh_shape: tuple[int, ...], orders: OrderTimes) -> Estimate | None:
         """An estimate that does not fit, of the cut whose longest stage is shortest of all that fit with as much made
         again as there is; None where none does.
 
         Args:
             estimate: of one stage a position.
             mesh_shape: of a position.
+            orders: of its schedule.
         """
         combination, prices = estimate.combination, estimate.prices
-        orders = named_times(combination.schedule, combination.pp, combination.microbatches, combination.each)
         memory, splits = prices.memory(mesh_shape), NAMED[combination.schedule].splits
         at = PricedPosition(prices, self.room(0, combination.pp))
 

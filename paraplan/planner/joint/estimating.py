@@ -2,7 +2,7 @@
 
 Orders of combinations are simulated by this process and those beside it, a batch at a time. A closed form does not see
 how finely a chain can be cut: of as many positions and stages a position as were estimated before, others are taken to
-be longer than by their closed form by as much as those were.
+be longer than by their closed form by as much as those were, and where none of a batch fits by `UNFIT`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from paraplan.planner.joint.estimate import Estimate, EstimateNumbers, Pricer
 from paraplan.planner.joint.prices.pricing import Packed, Pricing
 from paraplan.planner.joint.prices.pricing_order import Kind
 from paraplan.planner.joint.prices.pricing_rounds import PricingRounds
+from paraplan.planner.joint.promise import UNFIT
 from paraplan.planner.pipeline.prices.stage_prices import StagePrices
 
 ESTIMATED, FEWEST = 40, 20
@@ -97,11 +98,15 @@ def _in_turn(
         made = _batch(pricing, [each[2:] for each in batch], faults, share)
         found += made
         quick_s = {(each[2], id(each[3])): each[0] for each in batch}
+        fitting, unfit = dict[tuple[int, int], float](), set[tuple[int, int]]()
         for estimate in made:
             own_s = quick_s[estimate.combination, id(estimate.prices)]
-            if math.isfinite(own_s) and math.isfinite(estimate.step_s):
-                key = estimate.combination.pp, estimate.combination.each
-                off[key] = min(off.get(key, math.inf), estimate.step_s / own_s)
+            key = estimate.combination.pp, estimate.combination.each
+            if math.isinf(estimate.step_s):
+                unfit.add(key)
+            elif math.isfinite(own_s):
+                fitting[key] = min(fitting.get(key, off.get(key, math.inf)), estimate.step_s / own_s)
+        off |= {key: UNFIT * off.get(key, 1.0) for key in unfit - fitting.keys()} | fitting
     return found
 
 

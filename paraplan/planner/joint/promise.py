@@ -4,7 +4,8 @@ An estimate is taken to be off by as much as the last one of its family was; a p
 as much as the best of others, and not by more than `ALIKE`: what is left out of it is left out of all. Where one had
 to be estimated again for fewer bytes, those of its family and its kind (inner axes and samples of a microbatch) are
 taken to be longer by as much as that was; where one was to fit and does not, others of its kind, and those of its
-family by as much again.
+family by as much again. What pipelines need beyond what they were estimated at, others need as well: by what the
+nearest to fitting is over, all are estimated anew.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ FEW_SEGMENTS = 32
 """Of a model, up to which they are of pipelines that are not the best: a search takes seconds for each."""
 UNFIT = 1.15
 """How much longer than estimated pipelines of a kind are taken to be for each that was to fit and does not."""
+LEANER = (0.9, 0.75, 0.5)
+"""Of the budget, what pipelines are estimated for where some that were to fit in more do not."""
+BEYOND, LESS = 1.5, 0.02
+"""Times what the nearest to fitting is over, and of the budget, what others are estimated to leave free then."""
 
 
 @dataclass
@@ -39,11 +44,13 @@ class Promise:
         off: per family, what its last plan took to its estimate.
         fewer: per kind and family, what its last estimate came to for the bytes that it was planned for in the end.
         unfit: per kind, and per kind and family, how many were to fit and did not.
+        over_bytes: by how much the nearest of these to fitting is over; 0 where that is not known.
     """
 
     off: dict[str, float] = field(default_factory=dict)
     fewer: dict[tuple[Hashable, str], float] = field(default_factory=dict)
     unfit: Counter[Hashable] = field(default_factory=Counter)
+    over_bytes: int = 0
 
     def hoped_s(self, estimate: Estimate, kind: Hashable) -> float:
         """What its plan is thought to take.
@@ -70,6 +77,24 @@ class Promise:
             return ONE_STAGE_SLACK
         left = max(left, 0.0)
         return SLACK * left if estimate.family in self.off else FIRST_SLACK * left**2
+
+    def begin(self) -> None:
+        """Others are estimated: what did not fit may."""
+        self.unfit.clear()
+        self.over_bytes = 0
+
+    def leaner(self, share: float, budget: int) -> float | None:
+        """For how much of the budget pipelines are to be estimated next, after those for a share of it; None where for
+        no less."""
+        least = next((each for each in LEANER if each < share), None)
+        if least is None or not self.over_bytes:
+            return least
+        return max(least, share - BEYOND * self.over_bytes / budget - LESS)
+
+    def is_over(self, estimate: Estimate, over_bytes: int) -> None:
+        """It does not fit by so much."""
+        if estimate.combination.pp > 1 and over_bytes:
+            self.over_bytes = min(self.over_bytes or over_bytes, over_bytes)
 
     def planned(self, estimate: Estimate, kind: Hashable, found_s: float | None, ended_s: float) -> None:
         """It was planned.

@@ -45,8 +45,6 @@ Make = Callable[[Drafting], Draft | Slower]
 MOST, GRACE = 4, 1.4
 """Pipelines planned one after another without one being faster than the best, after which no other is; times the limit,
 after which one in vain is enough, as it is where none was to fit and plans of least memory are left to try."""
-LEANER = (1.0, 0.9, 0.75, 0.5)
-"""Of the budget, what pipelines are estimated for, one after another as long as some that were to fit do not."""
 SHORT = 0.02
 """What an estimate may be longer by for its plan, of the fewest actions, to be made before that of the most."""
 SHARED = 2.0
@@ -138,11 +136,12 @@ class JointSearch(Attempts):
     def _propose(self, listed: Sequence[Combination]) -> list[Estimate]:
         """Price, estimate and plan combinations, for fewer bytes where some that were to fit do not; and again what
         there was no time to price before, where there is some after all."""
-        for share in LEANER:
-            rounds = PricingRounds(self.pricing, listed)
+        leaner: float | None = 1.0
+        while leaner is not None:
+            share, rounds = leaner, PricingRounds(self.pricing, listed)
             estimates = estimate_best(rounds, self.best_s, self.faults, share)
-            if self._plan_promising(estimates) or self.deadline.is_over:
-                break
+            are_over = not self._plan_promising(estimates) and not self.deadline.is_over
+            leaner = self._promise.leaner(share, self.budget) if are_over else None
         if self.drafts and rounds.has_more(self.best_s):
             self._prolong()
             if self.deadline.passed_s < (1 - AGAIN_LEFT) * self.deadline.limit_s:
@@ -241,7 +240,8 @@ class JointSearch(Attempts):
         were to fit did, or there was no time for others.
         """
         waiting, in_vain, effort = list(estimates), 0, PlanningEffort(len(self.job.program.segments))
-        self._promise.unfit.clear()
+        known_s = self.best_s
+        self._promise.begin()
         most = max((each.combination.num_actions for each in estimates), default=1)
 
         def rank(estimate: Estimate) -> float:
@@ -286,6 +286,8 @@ class JointSearch(Attempts):
             effort.took(first.combination, self.deadline.passed_s - began_s)
             if self._proof is not None:
                 self._proof.pause()
+            if self._promise.over_bytes and self.best_s == known_s:
+                break
         return not self._promise.unfit
 
     def _is_worth(self, estimate: Estimate, left: float) -> bool:
@@ -324,6 +326,8 @@ class JointSearch(Attempts):
         if step_s is not None and (found_s is not None or isinstance(self.faults[-1], NoPlanError)):
             ended_s = drafting.ended_s[-1] if drafting.ended_s else step_s
             self._promise.planned(estimate, self.pricing.kind(estimate.combination), found_s, ended_s)
+            if found_s is None and isinstance(fault := self.faults[-1], NoPlanError):
+                self._promise.is_over(estimate, fault.over_bytes)
 
 
 def search_joint(

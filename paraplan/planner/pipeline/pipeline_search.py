@@ -197,7 +197,7 @@ def _fastest(case: PipelineCase, shardings: Shardings, start: Start) -> Realised
             later = _fastest(replace(case, params_ahead=False), shardings, start)
     if not fitting:
         if later is None:
-            raise SolverLimitError(_overflow(case, tried))
+            raise _overflow(case, tried)
         return later
     best = min(fitting, key=taken_s)
     if not start.is_late:  # what allocators need is not looked at, then
@@ -277,7 +277,7 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-def _overflow(case: PipelineCase, tried: Sequence[Realised]) -> str:
+def _overflow(case: PipelineCase, tried: Sequence[Realised]) -> SolverLimitError:
     needs = [case.needed(made) for made in tried]
     first, least = needs[0], min(needs, key=max)
     does, ways = "peaks at", ""
@@ -285,11 +285,12 @@ def _overflow(case: PipelineCase, tried: Sequence[Realised]) -> str:
     if case.memory.reserves:
         does, ways = "reserves", "; or reserve=0 and train with expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
     fastest, leanest = (f"rank class {each.index(max(each))} {does} {say_size(max(each))}" for each in (first, least))
-    return (
+    said = (
         f"{over} needs more than the {say_size(case.budget)} a device may hold: as planned for speed alone, {fastest}; "
         f"at best, of {len(tried)} plans, {leanest}; "
         f"{_advised(case, min(tried, key=lambda made: max(case.needed(made))).plan)}{ways}"
     )
+    return SolverLimitError.of_over(said, max(least) - case.budget)
 
 
 def _advised(case: PipelineCase, plan: Plan) -> str:
