@@ -30,6 +30,8 @@ FEW_SEGMENTS = 32
 """Of a model, up to which they are of pipelines that are not the best: a search takes seconds for each."""
 UNFIT = 1.15
 """How much longer than estimated pipelines of a kind are taken to be for each that was to fit and does not."""
+SEGMENTS, SMALL = 32 * 2**20, 1 / 32
+"""Bytes of an allocator's segments that are used in part, and the share of the budget that these are at most."""
 LEANER = (0.9, 0.75, 0.5)
 """Of the budget, what pipelines are estimated for where some that were to fit in more do not."""
 BEYOND, LESS = 1.5, 0.02
@@ -82,6 +84,16 @@ class Promise:
         """Others are estimated: what did not fit may."""
         self.unfit.clear()
         self.over_bytes = 0
+
+    @staticmethod
+    def first(budget: int, reserves: bool) -> float:
+        """For how much of the budget pipelines are estimated first.
+
+        Args:
+            budget: bytes of a device.
+            reserves: whether allocators have to have room.
+        """
+        return 1.0 - min(SEGMENTS / budget, SMALL) if reserves else 1.0
 
     def leaner(self, share: float, budget: int) -> float | None:
         """For how much of the budget pipelines are to be estimated next, after those for a share of it; None where for

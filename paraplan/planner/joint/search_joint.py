@@ -134,19 +134,24 @@ class JointSearch(Attempts):
         return (Draft.of(self._certified(best)) if certify else best), *others
 
     def _propose(self, listed: Sequence[Combination]) -> list[Estimate]:
-        """Price, estimate and plan combinations, for fewer bytes where some that were to fit do not; and again what
-        there was no time to price before, where there is some after all."""
-        leaner: float | None = 1.0
-        while leaner is not None:
-            share, rounds = leaner, PricingRounds(self.pricing, listed)
+        """Price, estimate and plan combinations, for fewer bytes where some that were to fit do not; and again what was
+        not estimated for all of them, or there was no time to price before, where there is some after all."""
+        first = share = self._promise.first(self.budget, self.reserves)
+        while True:
+            rounds = PricingRounds(self.pricing, listed)
             estimates = estimate_best(rounds, self.best_s, self.faults, share)
             are_over = not self._plan_promising(estimates) and not self.deadline.is_over
             leaner = self._promise.leaner(share, self.budget) if are_over else None
-        if self.drafts and rounds.has_more(self.best_s):
-            self._prolong()
+            if leaner is None:
+                break
+            share = leaner
+        if self.drafts and (has_more := rounds.has_more(self.best_s)) | (share < first):
+            if has_more:
+                self._prolong()
             if self.deadline.passed_s < (1 - AGAIN_LEFT) * self.deadline.limit_s:
                 self.pricing.share = (self.deadline.passed_s / self.deadline.limit_s + 1) / 2
-                more = estimate_best(rounds, self.best_s, self.faults, share)
+                rounds = PricingRounds(self.pricing, listed) if share < first else rounds
+                more = estimate_best(rounds, self.best_s, self.faults, first)
                 every = {each.combination: each for each in (*estimates, *more)}
                 estimates = sorted(every.values(), key=lambda each: each.rank)
                 self._plan_promising([each for each in estimates if each.combination.text not in self._planned])

@@ -61,6 +61,7 @@ class Pricing(Positions):
         workers: that price beside this process; None for none.
         prices: per kind, its shardings, fastest first.
         alike: kinds whose shardings were chosen for others of their way.
+        whole: kinds of which there are no other shardings to price, whatever a step may take.
         faults: why some have none.
         share: of the time limit, after which nothing else is priced once something fits.
         has_fitting: whether something does.
@@ -73,6 +74,7 @@ class Pricing(Positions):
     workers: Workers | None = None
     prices: dict[Kind, tuple[StagePrices, ...]] = field(default_factory=dict)
     alike: set[Kind] = field(default_factory=set)
+    whole: set[Kind] = field(default_factory=set)
     faults: list[ParaplanError] = field(default_factory=list)
     under_way: dict[object, Any] = field(default_factory=dict)
     share: float = PRICED_SHARE
@@ -101,7 +103,7 @@ class Pricing(Positions):
         else:
             made = [packed_prices(self, *task) for task in tasks]
         found: list[StagePrices] = []
-        for combination, packed in zip(combinations, made, strict=True):
+        for combination, (packed, _) in zip(combinations, made, strict=True):
             kind = self.kind(combination)
             known = [_layouts(each.sharding.decisions) for each in self.prices[kind]]
             new = [each.prices(self) for each in packed if _layouts(each.decisions) not in known]
@@ -174,17 +176,22 @@ class Pricing(Positions):
         """Prices of shardings of least work, and of such as keep less and less as long as that may pay; what there is
         where the next cannot be found. Where positions of other widths share them, of such as divide all that carries
         samples along the first axis, and of others where these are the less work."""
-        if not self.is_wide(combination):
-            return self._front(combination, combinations, best_s)
-        wide = self._front(combination, combinations, best_s, is_wide=True)
-        known = [_layouts(each.sharding.decisions) for each in wide]
-        more = [] if self.divides_at_ease else self._front(combination, combinations, best_s)
-        return wide + [each for each in more if _layouts(each.sharding.decisions) not in known]
+        ways = [False] if not self.is_wide(combination) else [True] if self.divides_at_ease else [True, False]
+        found, are_whole = list[StagePrices](), True
+        for is_wide in ways:
+            known = [_layouts(each.sharding.decisions) for each in found]
+            priced, is_whole = self._front(combination, combinations, best_s, is_wide)
+            found += [each for each in priced if _layouts(each.sharding.decisions) not in known]
+            are_whole &= is_whole
+        if are_whole:
+            self.whole.add(self.kind(combination))
+        return found
 
     def _front(
-        self, combination: Combination, combinations: Sequence[Combination], best_s: float, is_wide: bool = False
-    ) -> list[StagePrices]:
-        found, fewest = list[StagePrices](), fewest_positions(combinations)
+        self, combination: Combination, combinations: Sequence[Combination], best_s: float, is_wide: bool
+    ) -> tuple[list[StagePrices], bool]:
+        """Prices of shardings of one way, and whether they are all that there are to price."""
+        found, is_whole, fewest = list[StagePrices](), True, fewest_positions(combinations)
         part, inner, mesh = self.position(combination)
         limits = SolveLimits(
             time_s=self.deadline.share_s(SOLVED_SHARE), memory_bytes=self.budget, relative_gap=GAP, certify=False
@@ -196,13 +203,14 @@ class Pricing(Positions):
                 kept = found[-1].kept_bytes(widest) + fewest * _saved(prices)
                 if kept <= ENOUGH * self.budget * fewest:
                     break
-                if self.is_late and math.isfinite(self.least_s(combinations, [each.totals for each in found])):
-                    break
-                if self.least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
+                is_late = self.is_late and math.isfinite(self.least_s(combinations, [each.totals for each in found]))
+                if is_late or self.least_s(combinations, [found[-1].totals.weightless()]) > (1 + NEAR) * best_s:
+                    is_whole = False
                     break
         except ParaplanError as fault:
             self.faults.append(fault)
-        return found
+            is_whole = False
+        return found, is_whole
 
     def leaner(self, combination: Combination, kept_bytes: float) -> StagePrices:
         """The prices of a sharding of least work that keeps no more than so much of the whole model on a position.
@@ -274,14 +282,15 @@ def packed_prices(
     combinations: Sequence[Combination],
     best_s: float,
     layouts: Sequence[Decisions] = (),
-) -> tuple[Packed, ...]:
-    """As `Pricing.priced`, of a process; nothing where there are none.
+) -> tuple[tuple[Packed, ...], bool]:
+    """As `Pricing.priced`, of a process, nothing where there are none; and whether there are no others.
 
     Args:
         pricing: this process' own.
         combination, combinations, best_s, layouts: as of `Pricing.priced`.
     """
-    return tuple(Packed.of(each) for each in pricing.priced(combination, combinations, best_s, layouts))
+    found = tuple(Packed.of(each) for each in pricing.priced(combination, combinations, best_s, layouts))
+    return found, pricing.kind(combination) in pricing.whole
 
 
 def pricing_beside(job: Job, constraints: Constraints, budget: int, deadline: Deadline) -> Pricing:

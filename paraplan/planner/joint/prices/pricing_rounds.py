@@ -92,8 +92,12 @@ class PricingRounds:
         return way.pays and self._promised_s(kind, way) <= (1 + NEAR) * best_s
 
     def _price(self, kinds: Mapping[Kind, Sequence[Decisions]], best_s: float) -> None:
-        """Price kinds, each apart, in the layouts given where there are any; after the deadline no other."""
+        """Price kinds, each apart, in the layouts given where there are any; after the deadline no other. Those of
+        which all is priced are left."""
         pricing, needed = self.pricing, self._needed
+        kinds = {kind: layouts for kind, layouts in kinds.items() if kind not in pricing.whole}
+        if not kinds:
+            return
         usual = [min(needed[kind], key=lambda each: abs(math.log2(each.microbatches / USUAL))) for kind in kinds]
         if pricing.workers is not None and pricing.deadline.passed_s > HIRED_S:
             pricing.workers.start()
@@ -109,9 +113,11 @@ class PricingRounds:
             return
         pricing.progress(f"prices of stages: {'; '.join(each.text for each in usual)}")
         lost = pricing.workers.lost
-        for kind, task, packed in zip(kinds, tasks, pricing.workers.map(packed_prices, tasks, pricing), strict=True):
+        made = pricing.workers.map(packed_prices, tasks, pricing)
+        for kind, task, (packed, is_whole) in zip(kinds, tasks, made, strict=True):
             # what there are no prices of says why only where it is priced
             pricing.prices[kind] = tuple(each.prices(pricing) for each in packed) or pricing.priced(*task)
+            pricing.whole.update([kind] if is_whole else [])
         if pricing.workers.lost > lost:
             pricing.progress("a worker process ended; its part is priced here")
 
