@@ -6,10 +6,10 @@ there is, the fastest other plan that it made on the way and for which there is 
 recomputes more until there is (`one_stage.refitted`), and gathers no large parameters ahead; and it searches again for
 fewer: as many as would do if as large a share of what is reserved were alive, or, where that is too few for any plan,
 halfway between. That is done on the plan's mesh, which some percent of memory seldom change, in its microbatches and in
-any, and on all meshes where nothing fits there. All of it shares one time limit, of which the
-first search has a part where later ones may follow; when it is over there are a few more tries, short ones, on the last
-plan's mesh and in its number of microbatches. Where they find nothing, one device's plan is the leanest that is found
-(`planner.passes.leanest`), if that fits.
+any, and on all meshes where nothing fits there. All of it shares one time limit, of which the first search has a part
+where later ones may follow; when it is over the plan of least memory is looked for, and where that does not fit there
+are a few more tries, short ones, on the last plan's mesh and in its number of microbatches. Where they find nothing,
+one device's plan is the leanest that is found (`planner.passes.leanest`), if that fits.
 
 With R(p) >= peak(p) what is reserved for a plan and B the budget, every p with R(p) <= B has peak(p) <= B: the first
 search's bound holds for all of them, that of a later one only for plans within its own budget. So the first one's is
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -140,16 +140,16 @@ def _search_room(
     if not looks or needed_bytes(tries[0].plan) <= budget:
         return _timed(tries[0], deadline)
     try:
-        rounds = _Rounds(job, tries, budget, deadline, progress, constraints.stages is None, known)
+        least = partial(_least_memory(job, constraints, deadline, progress).plan, constraints)
+        rounds = _Rounds(job, tries, budget, deadline, progress, least, constraints.stages is None, known)
         return _timed(_for_fewer(rounds, constraints), deadline)
     except KeyboardInterrupt as fault:
         fitting = _fitting([*found_until(fault, BestPlan), *tries], budget, looks)
         raise Interrupted([_last_of([tries[0], each]) for each in fitting]) from None
     except SolverLimitError as fault:
-        lean = None if known else _least_memory(job, constraints, deadline, progress).plan(constraints)
-        if lean is None:
+        if not rounds.leanest():
             raise _with_nearest(fault, job, constraints, budget) from None
-        return _timed(_last_of([*tries, lean]), deadline)
+        return _timed(_last_of([*tries, *rounds.lean]), deadline)
 
 
 def _with_nearest(fault: SolverLimitError, job: Job, constraints: Constraints, budget: int) -> SolverLimitError:
@@ -206,7 +206,7 @@ def _for_fewer(rounds: _Rounds, constraints: Constraints) -> BestPlan:
             fitting += rounds.fitting(near)
         if near is not constraints and _is_worse(fitting, tries[0]):
             fitting += rounds.fitting(constraints)
-    fitting = fitting or others_with_room(tries[0], budget, math.inf)
+    fitting = fitting or [*others_with_room(tries[0], budget, math.inf), *rounds.lean]
     if fitting:
         best = min(fitting, key=lambda each: _predicted(each.plan).step_s)
         return _last_of([*(each for each in tries if each is not best), best])
@@ -227,10 +227,13 @@ class _Rounds:
     Attributes:
         job, budget, deadline, progress: of the whole search.
         tries: plans found, the first one first: added to.
+        least: plans for as little memory as can be.
         cuts_anew: whether a pipeline's stages may be others than its plan's.
         known: plans that fit: with one, none is begun late.
         why: why the last that found nothing did.
         late: searches begun after the time was over.
+        lean: the plan of least memory once it was asked for, which is found sooner than others late; none where it does
+            not fit.
     """
 
     job: Job
@@ -238,17 +241,26 @@ class _Rounds:
     budget: int
     deadline: Deadline
     progress: Progress
+    least: Callable[[], BestPlan | None]
     cuts_anew: bool
     known: Sequence[BestPlan] = ()
     why: NoPlanError | None = None
     late: int = 0
+    lean: Sequence[BestPlan] = ()
+    _has_looked: bool = False
+
+    def leanest(self) -> Sequence[BestPlan]:
+        """The plan of least memory, looked for once, where nothing else is known to fit."""
+        if not (self._has_looked or self.known):
+            self._has_looked, lean = True, self.least()
+            self.lean = [lean] if lean else []
+        return self.lean
 
     def fitting(self, pins: Constraints) -> list[BestPlan]:
         """A plan that allocators have room for, if one is found under some constraints."""
         low, high, allowed, plan = 0, self.budget, self.budget, self.tries[0].plan
         stride = STRIDE
-        most_late = 0 if self.known else LATE
-        for _ in range(ROUNDS if self.late <= most_late else 0):
+        for _ in range(ROUNDS):
             if allowed > low:  # the last search found a plan
                 said = f"{say_size(needed_bytes(plan))} would be reserved of {say_size(self.budget)}"
                 self.progress(f"{said}; planning for less")
@@ -256,8 +268,10 @@ class _Rounds:
                 allowed = min(high * self.budget // needed_bytes(plan), round((1 - stride) * high))
                 stride *= 2
             allowed = allowed if allowed > low else (low + high) // 2
-            self.late += self.deadline.is_over
-            if high - low <= self.budget // _NEAR or self.late > most_late:
+            if self.deadline.is_over:
+                self.late += 1
+                self.leanest()
+            if high - low <= self.budget // _NEAR or self.late > (0 if self.known or self.lean else LATE):
                 break
             fewer = msgspec.structs.replace(in_the_family(pins, plan) if self.late else pins, memory_bytes=allowed)
             try:

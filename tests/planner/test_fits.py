@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -279,8 +280,8 @@ def test_the_budget_that_an_error_advises_does() -> None:
 
 
 def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes six seconds: of ten, two begin in time, at most two short ones after it, one for least memory, and
-    one to say by how much that does not fit."""
+    """Each takes six seconds: of ten, two begin in time, one for least memory after it, at most two short ones where
+    that does not fit, and one to say by how much it does not. Where it does, it is the plan."""
     now, given = [0.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -294,8 +295,14 @@ def test_all_searches_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SolverLimitError, match=r"the time limit of 10 s ran out"):
         search_room(tight, Constraints(**PINS), time_limit_s=10.0)
     *searches, nearest = given
-    assert searches[:3] == [7.0, 2.0, 2.0] and len(searches) <= 5  # a fifth each at least, however late
+    assert searches[:4] == [7.0, 2.0, 1.0, 2.0] and len(searches) <= 5  # a fifth each at least, however late
     assert nearest == nearest_plan.TIME_S
+    given.clear()
+    with monkeypatch.context() as patched:
+        lean = find(tight, msgspec.structs.replace(Constraints(**PINS), microbatches=2), 60.0, certify=False)
+        patched.setattr(room_module, "_least_memory", lambda *_: SimpleNamespace(plan=lambda _: lean))
+        least = search_room(tight, Constraints(**PINS), time_limit_s=10.0).plan
+    assert given == [7.0, 2.0] and least.num_microbatches == 2
     given.clear()
     found = search_room(job(1 << 40), Constraints(**PINS), time_limit_s=10.0)
     assert given == [7.0] and not any("ran out" in note for note in found.plan.notes)
