@@ -30,6 +30,8 @@ LEAN_SHARE = 0.5
 """Of the time limit, for what needs little memory, where plain data parallelism does not fit."""
 LEAST_SHARE, LEAST_S = 0.03, 0.5
 """Of the time limit, and in seconds at least, for a plan of least memory."""
+FEW_COUNT = 32
+"""Microbatches that plans of least memory have at most at first: what more save is little beside parameters."""
 LATE_SHARE = 0.85
 """Of the time limit, after which nothing more is laid out by hand, nor solved on the best mesh."""
 SOLVED = 1.005
@@ -127,8 +129,11 @@ class OneStagePlans:
             if pins.recompute != "none" or not degrees:
                 degrees.append([])
             degrees[-1].append(pins)
-        for ways in degrees:
-            found = [(seconds, each) for each in ways if (seconds := self._pinned(each)) is not None]
+        for most in degrees:
+            few = [msgspec.structs.replace(each, microbatches=_few(each.microbatches or 1)) for each in most]
+            found: list[tuple[float, Constraints]] = []
+            for ways in (few, [each for each in most if each not in few]):  # of many it takes long, to save little
+                found = found or [(seconds, each) for each in ways if (seconds := self._pinned(each)) is not None]
             best = min(found, key=lambda each: each[0], default=None)
             while best is not None and (count := (best[1].microbatches or 1) // 2) and not self._is_over(USUAL_SHARE):
                 fewer = msgspec.structs.replace(best[1], microbatches=count)
@@ -278,6 +283,11 @@ class OneStagePlans:
         fits = self.attempt(what, pins, partial(make, pins, False)) is not None
         self._tried[_key(recompute, degrees)] = fits
         return fits
+
+
+def _few(count: int) -> int:
+    """Of a number of microbatches, the largest divisor that is planned in no time."""
+    return max(each for each in range(1, min(count, FEW_COUNT) + 1) if count % each == 0)
 
 
 def _key(recompute: str | None, degrees: Mapping[str, int]) -> tuple[object, ...]:
