@@ -200,6 +200,7 @@ def _for_fewer(rounds: _Rounds, constraints: Constraints) -> BestPlan:
         fitting += others_with_room(tries[0], budget)
         roomier = with_room(rounds.job, constraints, tries[0].plan, budget, deadline, rounds.progress)
         fitting += [replace(tries[0], plan=plan, others=()) for plan in roomier]
+        rounds.has_fitting = bool(fitting)
         if constraints.microbatches is None and not (fitting and deadline.is_over):
             fitting += rounds.fitting(in_the_family(constraints, tries[0].plan))
         if _is_worse(fitting, tries[0], WORSE if deadline.is_over else 1 + ENOUGH):
@@ -229,7 +230,8 @@ class _Rounds:
         tries: plans found, the first one first: added to.
         least: plans for as little memory as can be.
         cuts_anew: whether a pipeline's stages may be others than its plan's.
-        known: plans that fit: with one, none is begun late.
+        known: plans that fit.
+        has_fitting: whether any plan is known that fits: with one, none is begun late.
         why: why the last that found nothing did.
         late: searches begun after the time was over.
         lean: the plan of least memory once it was asked for, which is found sooner than others late; none where it does
@@ -244,6 +246,7 @@ class _Rounds:
     least: Callable[[], BestPlan | None]
     cuts_anew: bool
     known: Sequence[BestPlan] = ()
+    has_fitting: bool = False
     why: NoPlanError | None = None
     late: int = 0
     lean: Sequence[BestPlan] = ()
@@ -251,7 +254,7 @@ class _Rounds:
 
     def leanest(self) -> Sequence[BestPlan]:
         """The plan of least memory, looked for once, where nothing else is known to fit."""
-        if not (self._has_looked or self.known):
+        if not (self._has_looked or self.has_fitting):
             self._has_looked, lean = True, self.least()
             self.lean = [lean] if lean else []
         return self.lean
@@ -271,7 +274,7 @@ class _Rounds:
             if self.deadline.is_over:
                 self.late += 1
                 self.leanest()
-            if high - low <= self.budget // _NEAR or self.late > (0 if self.known or self.lean else LATE):
+            if high - low <= self.budget // _NEAR or self.late > (0 if self.has_fitting or self.lean else LATE):
                 break
             fewer = msgspec.structs.replace(in_the_family(pins, plan) if self.late else pins, memory_bytes=allowed)
             try:
@@ -281,10 +284,11 @@ class _Rounds:
                 continue
             self.tries.append(as_reserved(found, self.budget))
             plan = self.tries[-1].plan
-            if needed_bytes(plan) <= self.budget:
-                return [self.tries[-1]]
-            if later := gathering_later(plan, self.budget):
-                return [replace(self.tries[-1], plan=each, others=()) for each in later]
+            found, fits = self.tries[-1], needed_bytes(plan) <= self.budget
+            later = [] if fits else gathering_later(plan, self.budget)
+            if fits or later:
+                self.has_fitting = True
+                return [replace(found, plan=each, others=()) for each in later] or [found]
         return []
 
     def _found(self, fewer: Constraints, plan: Plan) -> BestPlan:
