@@ -160,3 +160,24 @@ def test_what_was_hoped_of_drafts_that_were_estimated_and_of_others() -> None:
 
 def fail(*given: object, **more: object) -> Any:
     raise AssertionError(f"nothing is made here ({given}, {more})")
+
+
+@pytest.mark.parametrize("fits", ["few", "many", "none"])
+def test_what_holds_least_has_few_microbatches_at_first(monkeypatch: pytest.MonkeyPatch, fits: str) -> None:
+    """Of many a plan takes as long as the search has, and a microbatch' call mostly launches; they follow where it does
+    not fit in few."""
+    job, tried, drafts = zoo_job("gpt2", 4), list[int | None](), list[Draft]()
+    alone = Draft.of(find(job, Constraints(mesh=(4,), pp=1), certify=False).plan)
+    pins = Constraints(dp=4, zero=3, pp=1)
+    ways = [msgspec.structs.replace(pins, recompute=how, microbatches=96) for how in ("full", "none")]
+
+    def attempt(what: str, pins: Constraints, make: Any) -> float | None:
+        tried.append(pins.microbatches)
+        if fits == "none" or (pins.microbatches == 96) != (fits == "many"):
+            return None
+        drafts.append(alone)
+        return alone.step_s
+
+    monkeypatch.setattr(one_stage_plans, "all_sharded", lambda *_: ways)
+    OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempt, drafts, is_tight=True)._plan_least()
+    assert tried == {"few": [32, 32, 16], "many": [32, 32, 96, 96, 48], "none": [32, 32, 96, 96]}[fits]
