@@ -181,8 +181,8 @@ class OneStagePlans:
         """Solve for the sharding of one stage with the whole step as the objective: on every mesh where they are few or
         nothing else was found, and where one stage is the best or nearly so, or was to be, allocators having room for
         it or not, on its mesh; nothing where all of it is far from a pipeline. Under tight memory tensor parallelism
-        inside nodes is planned before, and ZeRO-3: of layouts that take as much work all would have to be fitted to
-        find those that fit with least made again.
+        inside nodes is planned before (after it where half of the time is over), and ZeRO-3: of layouts that take as
+        much work all would have to be fitted to find those that fit with least made again.
 
         Args:
             roomless: drafts that allocators have no room for.
@@ -194,9 +194,8 @@ class OneStagePlans:
         n, best_s = self.job.cluster.num_devices, min(map(step_s, self.drafts), default=math.inf)
         if math.isfinite(alone_s) and FAR * best_s < min((alone_s, *map(hoped_s, self._alone(roomless)))):
             return
-        for degrees in self._divided(n) if self.is_tight else ():
-            if _key(None, degrees) not in self._tried and not self._has_ended:
-                self._fits(self.make, None, **degrees)
+        begins_late = self._is_over(LEAN_SHARE) and bool(self.drafts)
+        self._plan_divided(not begins_late)
         if self._is_piped or self._has_ended:
             return
         best, meshes = min(self.drafts, key=step_s, default=None), candidate_meshes(self.job, self.constraints)
@@ -204,6 +203,7 @@ class OneStagePlans:
             others = any(len(mesh.shape) > 2 for mesh in meshes)
             make = partial(self.make, self.constraints, certify and (others or not is_bounded))
             self.attempt("one stage", self.constraints, make)
+            self._plan_divided(begins_late)
             return
         nearest = min(self._alone(roomless), key=hoped_s, default=None)
         nearest_s = math.inf if nearest is None else hoped_s(nearest)
@@ -219,6 +219,12 @@ class OneStagePlans:
             pinned = msgspec.structs.replace(pinned, mesh=mesh)
         what = f"one stage, solved on mesh {'x'.join(map(str, mesh))}"
         self.attempt(what, pinned, partial(self.make, pinned, certify and not is_bounded))
+
+    def _plan_divided(self, is_next: bool) -> None:
+        """Under tight memory, and if it is their turn, tensor parallelism inside nodes and experts over all devices."""
+        for degrees in self._divided(self.job.cluster.num_devices) if self.is_tight and is_next else ():
+            if _key(None, degrees) not in self._tried and not self._has_ended:
+                self._fits(self.make, None, **degrees)
 
     def _alone(self, roomless: Sequence[Draft]) -> list[Draft]:
         """Drafts of one stage."""

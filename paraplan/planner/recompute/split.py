@@ -61,7 +61,7 @@ def fit_split(
             break
         else:
             closest = found
-        is_last = until.is_over(best is not None) or (isinstance(found, Unfit) and found.is_slow)
+        is_last = until.is_over(best is not None) or (isinstance(found, Unfit) and found.is_hopeless)
         further = None if is_last else split_where_it_peaks(tried, found)
         if further is None:
             break

@@ -56,13 +56,14 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A plan over its budget with all recomputed or away that may be: its peak, and where that is; or one that with
-    everything kept is too slow for any to be of interest."""
+    """A plan over its budget with all recomputed or away that may be: its peak, and where that is; or one that is too
+    slow to be of interest, with as much made again as it takes, or hopelessly, with everything kept."""
 
     plan: Plan
     peak_bytes: float
     peak: Instant | None
     is_slow: bool = False
+    is_hopeless: bool = False
 
 
 def options_of(
@@ -152,7 +153,7 @@ def fit(
     if until.below_s < math.inf:
         roomy = as_decided(job, decisions)
         if roomy.simulation.step_s >= until.below_s or COMPUTED * roomy.simulation.compute_s >= until.known_s:
-            return Unfit(roomy.plan, float(roomy.peak_bytes), peak_instant(roomy), is_slow=True)
+            return Unfit(roomy.plan, float(roomy.peak_bytes), peak_instant(roomy), is_slow=True, is_hopeless=True)
     kept = realise(job, decisions, limit_bytes)
     making = partial(realise, limit_bytes=limit_bytes, is_doubtful=True)
     ways: list[tuple[str | None, Sequence[str]]] = [(recompute, tiers)]

@@ -181,3 +181,16 @@ def test_what_holds_least_has_few_microbatches_at_first(monkeypatch: pytest.Monk
     monkeypatch.setattr(one_stage_plans, "all_sharded", lambda *_: ways)
     OneStagePlans(job, Constraints(), Deadline(60.0), fail, attempt, drafts, is_tight=True)._plan_least()
     assert tried == {"few": [32, 32, 16], "many": [32, 32, 96, 96, 48], "none": [32, 32, 96, 96]}[fits]
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_with_little_time_left_one_stage_is_solved_before_tensor_parallelism(share: float) -> None:
+    job, tried = zoo_job("gpt2", 4), list[str]()
+    deadline = Deadline(600.0)
+    deadline._started -= share * 600.0
+    alone = Draft.of(find(job, Constraints(mesh=(4,), pp=1), certify=False).plan)
+    search = OneStagePlans(
+        job, Constraints(), deadline, fail, lambda what, *_: tried.append(what), [alone], is_tight=True
+    )
+    search.solve([], step_s, alone.step_s, certify=False)
+    assert tried == (["tp=4", "one stage"] if share < 0.5 else ["one stage", "tp=4"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -14,7 +17,9 @@ from paraplan.planner.constraints import Constraints
 from paraplan.planner.memory.flatten import flatten
 from paraplan.planner.memory.memory_schedule import evaluate
 from paraplan.planner.memory.plan_memory import MemoryLimits, plan_memory
-from paraplan.planner.recompute.split import finer
+from paraplan.planner.recompute import split as split_module
+from paraplan.planner.recompute.split import finer, fit_split
+from paraplan.planner.recompute.stage_recompute import Fitted, Unfit
 from paraplan.planner.search import search
 from tests.conftest import Tiny, captured
 from tests.lowering.lockstep import run_plan
@@ -92,3 +97,22 @@ def test_op_by_op_the_chunked_program_is_one_like_any_other(wide: Tiny) -> None:
         except NoPlanError:
             least.append(False)
     assert least == [False, True]
+
+
+@pytest.mark.parametrize("is_hopeless", [False, True])
+def test_what_is_slow_for_what_it_makes_again_may_be_quick_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, is_hopeless: bool
+) -> None:
+    """What peaks in one segment has all others made again for it; cut finer it needs none of that. What is slow with
+    everything kept stays so."""
+    unfit, tried = Unfit(Any, 2.0, None, is_slow=True, is_hopeless=is_hopeless), list[object]()  # type: ignore[arg-type]
+
+    def fit(_job: object, decisions: object, *_: object) -> Fitted | Unfit:
+        tried.append(decisions)
+        whole = SimpleNamespace(stages=[SimpleNamespace(choices=[])])
+        return unfit if decisions == "whole" else Fitted(whole, SimpleNamespace(step_s=1.0), 0.0, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(split_module, "fit", fit)
+    monkeypatch.setattr(split_module, "split_where_it_peaks", lambda *_: "in chunks")
+    found = fit_split(None, "whole", 1.0)  # type: ignore[arg-type]
+    assert tried == ["whole"] + ["in chunks"] * (not is_hopeless) and isinstance(found, Unfit) == is_hopeless
