@@ -93,18 +93,23 @@ def count_stages(constraints: Constraints, positions: int, name: str, segments: 
         pp = OptionValue("pp", positions)
         raise ConstraintError("{} stages cannot lie on {} positions; give a multiple of {}", count, pp, positions)
     if count > segments:
+        pinned = OptionName("stages") if constraints.stages else OptionValue("schedule", name)
+        said = [OptionValue("pp", positions), *([pinned] if constraints.stages or each > 1 else [])]
         raise ConstraintError(
-            "{} stages ({}, {}) are more than the model's {} segments; use fewer",
-            *(count, OptionName("stages") if constraints.stages else OptionValue("schedule", name)),
-            *(OptionValue("pp", positions), segments),
+            f"{{}} stages ({', '.join('{}' for _ in said)}) are more than the model's {{}} segments; give {{}} at most",
+            *(count, *said, segments, OptionValue("pp", max(segments * positions // count, 1))),
         )
     for index, (first, stop) in enumerate(constraints.stages or ()):
         before = constraints.stages[index - 1][1] if index and constraints.stages else 0
         if first != before or stop <= first or stop > segments:
+            meant = f"give {before}:{min(max(stop, before + 1), segments)}" if before < segments else "leave it out"
             raise ConstraintError(
                 f"stages: stage {index} is {first}:{stop}; it starts at {before}, holds one segment at least, and the "
-                f"model has {segments}"
+                f"model has {segments}; {meant}"
             )
     if constraints.stages and constraints.stages[-1][1] != segments:
-        raise ConstraintError(f"stages end at segment {constraints.stages[-1][1]}, the model has {segments}")
+        first, stop = constraints.stages[-1]
+        raise ConstraintError(
+            f"stages end at segment {stop}, the model has {segments}; end the last at that ({first}:{segments})"
+        )
     return count
