@@ -141,9 +141,7 @@ BINDING_JOBS: dict[str, GridJob] = {
 
 def _tight(cluster: str, gib: float) -> GridJob:
     """0.6 billion parameters, of whose states a device has to hold an equal part."""
-    return GridJob(
-        lambda: llama(8, 2048, 5632, 16, 50_000), _tokens(16, 1024), cluster, memory_bytes=int(gib * 2**30)
-    )
+    return GridJob(lambda: llama(8, 2048, 5632, 16, 50_000), _tokens(16, 1024), cluster, memory_bytes=int(gib * 2**30))
 
 
 TIGHT_JOBS: dict[str, GridJob] = {

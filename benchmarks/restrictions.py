@@ -1,8 +1,8 @@
 """The free joint search held against itself under restrictions that it may choose anyway.
 
 Degrees that a person would pin (data parallelism alone at every ZeRO level, tensor parallelism inside nodes, two to
-eight stages) leave sharding, recomputation, microbatches and schedules open, so that a restricted search looks longer at
-what it may still choose. Nothing pinned must find what is as fast. Every search is a process of its own.
+eight stages) leave sharding, recomputation, microbatches and schedules open, so that a restricted search looks longer
+at what it may still choose. Nothing pinned must find what is as fast. Every search is a process of its own.
 
 `more` is how much longer the restricted plan takes than the free one: a row that is below zero by more than solvers
 leave open (`MARGIN`) has it under `failures`.
