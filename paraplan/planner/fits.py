@@ -259,11 +259,20 @@ class _Rounds:
             self.lean = [lean] if lean else []
         return self.lean
 
+    def _is_too_late(self) -> bool:
+        """Whether no other search is begun: after the time none where a plan fits, which is looked for then."""
+        if self.deadline.is_over:
+            self.late += 1
+            self.leanest()
+        return self.late > (0 if self.has_fitting or self.lean else LATE)
+
     def fitting(self, pins: Constraints) -> list[BestPlan]:
         """A plan that allocators have room for, if one is found under some constraints."""
         low, high, allowed, plan = 0, self.budget, self.budget, self.tries[0].plan
         stride = STRIDE
         for _ in range(ROUNDS):
+            if self._is_too_late():
+                break
             if allowed > low:  # the last search found a plan
                 said = f"{say_size(needed_bytes(plan))} would be reserved of {say_size(self.budget)}"
                 self.progress(f"{said}; planning for less")
@@ -271,10 +280,7 @@ class _Rounds:
                 allowed = min(high * self.budget // needed_bytes(plan), round((1 - stride) * high))
                 stride *= 2
             allowed = allowed if allowed > low else (low + high) // 2
-            if self.deadline.is_over:
-                self.late += 1
-                self.leanest()
-            if high - low <= self.budget // _NEAR or self.late > (0 if self.has_fitting or self.lean else LATE):
+            if high - low <= self.budget // _NEAR:
                 break
             fewer = msgspec.structs.replace(in_the_family(pins, plan) if self.late else pins, memory_bytes=allowed)
             try:

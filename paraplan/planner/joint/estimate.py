@@ -157,8 +157,8 @@ class Pricer(ClosedForm):
             if recut.estimate.rank >= found.estimate.rank:
                 break
             found = recut._replace(estimate=replace(recut.estimate, is_recut=True))
-        is_only = combination.each == 1 and schedule.num_replicas == 1 and self.stages is None
-        if math.isinf(found.estimate.step_s) and pp > 1 and is_only:
+        holds_one = combination.each == schedule.num_replicas == 1
+        if math.isinf(found.estimate.step_s) and pp > 1 and holds_one and self.stages is None:
             return self.cut_to_fit(found.estimate, mesh_shape, orders) or found.estimate
         return found.estimate
 

@@ -103,8 +103,8 @@ class Promise:
             return least
         return max(least, share - BEYOND * self.over_bytes / budget - LESS)
 
-    def is_over(self, estimate: Estimate, over_bytes: int) -> None:
-        """It does not fit by so much."""
+    def lacks(self, estimate: Estimate, over_bytes: int) -> None:
+        """It does not fit by so many bytes; 0 where it does, or that is not known."""
         if estimate.combination.pp > 1 and over_bytes:
             self.over_bytes = min(self.over_bytes or over_bytes, over_bytes)
 

@@ -145,12 +145,13 @@ class JointSearch(Attempts):
             if leaner is None:
                 break
             share = leaner
-        if self.drafts and (has_more := rounds.has_more(self.best_s)) | (share < first):
+        has_more, is_leaner = rounds.has_more(self.best_s), share < first
+        if self.drafts and (has_more or is_leaner):
             if has_more:
                 self._prolong()
             if self.deadline.passed_s < (1 - AGAIN_LEFT) * self.deadline.limit_s:
                 self.pricing.share = (self.deadline.passed_s / self.deadline.limit_s + 1) / 2
-                rounds = PricingRounds(self.pricing, listed) if share < first else rounds
+                rounds = PricingRounds(self.pricing, listed) if is_leaner else rounds
                 more = estimate_best(rounds, self.best_s, self.faults, first)
                 every = {each.combination: each for each in (*estimates, *more)}
                 estimates = sorted(every.values(), key=lambda each: each.rank)
@@ -328,11 +329,11 @@ class JointSearch(Attempts):
         for draft in drafting.roomless:
             self.roomless.append(draft)
             self._drafted[id(draft)] = estimate.combination.text, step_s, {}
-        if step_s is not None and (found_s is not None or isinstance(self.faults[-1], NoPlanError)):
-            ended_s = drafting.ended_s[-1] if drafting.ended_s else step_s
+        fault = None if found_s is not None else self.faults[-1]
+        if step_s is not None and (fault is None or isinstance(fault, NoPlanError)):
+            ended_s, over_bytes = drafting.ended_s[-1] if drafting.ended_s else step_s, fault.over_bytes if fault else 0
             self._promise.planned(estimate, self.pricing.kind(estimate.combination), found_s, ended_s)
-            if found_s is None and isinstance(fault := self.faults[-1], NoPlanError):
-                self._promise.is_over(estimate, fault.over_bytes)
+            self._promise.lacks(estimate, over_bytes)
 
 
 def search_joint(

@@ -47,10 +47,10 @@ def test_all_are_estimated_for_as_much_less_as_the_nearest_to_fitting_is_over() 
     """And for ever less, to the last of the shares, whatever little it is."""
     known, of = Promise(), cast("Estimate", SimpleNamespace(combination=PIPED))
     assert known.leaner(1.0, GIB) == LEANER[0]
-    known.is_over(of, GIB // 2)
+    known.lacks(of, GIB // 2)
     assert known.leaner(1.0, GIB) == LEANER[0]
-    known.is_over(of, GIB // 100)
-    known.is_over(cast("Estimate", SimpleNamespace(combination=Combination(1, (2,), 4, "1f1b", 1))), 1)
+    known.lacks(of, GIB // 100)
+    known.lacks(cast("Estimate", SimpleNamespace(combination=Combination(1, (2,), 4, "1f1b", 1))), 1)
     assert known.leaner(1.0, GIB) == pytest.approx(1 - 0.015 - LESS, abs=1e-6)
     shares: list[float] = [1.0]
     while (less := known.leaner(shares[-1], GIB)) is not None:
@@ -101,7 +101,7 @@ def test_the_first_that_is_over_ends_a_round_that_found_nothing(
     def plan(estimate: Estimate, _: object = None) -> None:
         planned.append(estimate)
         search._promise.unfit[estimate.combination] += 1
-        search._promise.is_over(estimate, over_bytes)
+        search._promise.lacks(estimate, over_bytes)
         if found:
             search.drafts.append(_draft(8.0))
 
